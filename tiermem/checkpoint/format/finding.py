@@ -137,6 +137,12 @@ class States:
         number = self.numbers[param, state]
         return [self.piece(row) for row in range(self._edges[number], self._edges[number + 1])]
 
+    def files_of(self, param: str, state: str) -> list[int]:
+        """The file of each of its pieces."""
+        number = self.numbers[param, state]
+        found: list[int] = self.rows.file[self._edges[number] : self._edges[number + 1]].tolist()
+        return found
+
     def piece(self, row: int) -> Piece:
         """One piece."""
         key, *rest = self._table[row].tolist()

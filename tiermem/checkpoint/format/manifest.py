@@ -57,6 +57,7 @@ has written with the same functions: a checkpoint that opening would refuse is n
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
@@ -277,11 +278,10 @@ def parse_pointer(data: bytes, source: str) -> Pointer:
 def parse_part(data: bytes, source: str) -> Part:
     """A part from its file's bytes. `source` names the file in errors. Raises ManifestError."""
     part = _opened(Part, data, source)
-    seen: set[tuple[str, str]] = set()
+    names = Counter((each.param, each.state) for each in part.states)
+    for param, state in (key for key, count in names.items() if count > 1):
+        raise ManifestError(f"{source}: states: {state} of {param[:80]!r} is listed twice")
     for number, each in enumerate(part.states):
-        if (each.param, each.state) in seen:
-            raise ManifestError(f"{source}: states: {each.state} of {each.param[:80]!r} is listed twice")
-        seen.add((each.param, each.state))
         for place, piece in enumerate(each.pieces):
             if (wrong := _wrong_with(piece, each.kind, len(part.files))) is not None:
                 raise ManifestError(f"{source}: states[{number}]: pieces[{place}]: {wrong}")
@@ -337,7 +337,7 @@ class _Head:
 
 def _sealed(value: _Record, parse: Callable[[bytes, str], _Record], what: str) -> bytes:
     """The bytes of a file, checked by its own parser. Raises ManifestError."""
-    data = seal({"format": FORMAT, "version": VERSION, **write(value)})
+    data = seal({"format": FORMAT, "version": VERSION}, value)
     parse(data, f"{_NOT_SAVED}: {what}")
     return data
 

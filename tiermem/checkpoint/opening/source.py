@@ -151,7 +151,7 @@ class Source:
 
     def files(self, param: str, state: str) -> tuple[Path, ...]:
         """The files that hold a state, in the order of its elements."""
-        return tuple(dict.fromkeys(self._paths[piece.file] for piece in self._saved.pieces(param, state)))
+        return tuple(dict.fromkeys(self._paths[number] for number in self._saved.files_of(param, state)))
 
     def bytes_of(self, param: str, state: str) -> int:
         """Bytes of a state in its stored form."""

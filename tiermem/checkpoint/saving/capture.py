@@ -125,11 +125,11 @@ def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterat
     """The stretches of the named parameters on NVMe, or those in memory. Reads no bytes; does not block."""
     if shards.topology.replica:  # a rank of replica 0 saves the same elements
         return
-    plan = functools.cache(functools.partial(_plan, shards))
+    plan, holder_of = functools.cache(functools.partial(_plan, shards)), functools.cache(_holder)
     for live, shard in shards.parameters():
         if shard.name in names and shards.values.num_mine(shard):
             if (live.entry is not None) == is_on_nvme:
-                yield from _weight(shards, live, shard)
+                yield from _weight(shards, live, shard, holder_of(live))
             if shards.states is not None and live.unit.is_trainable:
                 yield from _states(shards, live, shard, plan, is_on_nvme)
 
@@ -146,9 +146,13 @@ def _plan(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[tuple[
     return found
 
 
-def _weight(shards: Shards, live: LiveUnit, shard: Shard) -> Iterator[Stretch]:
+def _holder(live: LiveUnit) -> str | torch.Tensor:
+    """The entry or the bytes of a unit's shard."""
+    return in_memory(live.shard) if live.entry is None and live.shard is not None else live.entry or ""
+
+
+def _weight(shards: Shards, live: LiveUnit, shard: Shard, holder: str | torch.Tensor) -> Iterator[Stretch]:
     unit, numel = live.unit, shards.values.num_mine(shard)
-    holder = in_memory(live.shard) if live.entry is None and live.shard is not None else live.entry or ""
     first, offset = shard.shard_numel * shards.topology.shard_rank, shard.shard_offset
     if not unit.is_packed:
         size, kind = unit.dtype.itemsize, kinds.name_of(unit.dtype)
@@ -174,13 +178,15 @@ def _states(shards: Shards, live: LiveUnit, shard: Shard, plan: Any, is_on_nvme:
         if (tile.home is Tier.NVME) != is_on_nvme:
             continue
         first, in_tile = elements.first_element(shards.topology.shard_rank), tile.place_of(elements).start
+        numel = elements.numel
         for state, kind, holder, offset in plan(tile, names):
             if kind in kinds.OF_SCALES:  # blocks of 64 start anew on each rank
                 before = _scales_before(shards, shard, kind) + kinds.bytes_of(kind, elements.start)
             else:
                 before = kinds.bytes_of(kind, first)
-            place = holder, offset + kinds.bytes_of(kind, in_tile)
-            yield Stretch(shard.name, state, kind, first, elements.numel, before, place)
+            yield Stretch(
+                shard.name, state, kind, first, numel, before, (holder, offset + kinds.bytes_of(kind, in_tile))
+            )
 
 
 def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
@@ -220,11 +226,14 @@ def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[s
     """
     if optimizer is None:
         return []
+    found: list[tuple[str, torch.Tensor]] = []
     for name, param in optimizer.named():
         owner = registry.owner_of(param)
-        if owner is not shards and isinstance(owner, Shards):
+        if not isinstance(owner, Shards):
+            found.append((f"optimizer.{name}", param))
+        elif owner is not shards:
             raise ValueError(f"parameter {name!r} is of another sharded model: save each with an optimizer of its own")
-    return [(f"optimizer.{name}", param) for name, param in optimizer.named_ordinary()]
+    return found
 
 
 def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[str, torch.Tensor]) -> tuple[str, str]:

@@ -32,7 +32,7 @@ import numpy as np
 
 from tiermem.checkpoint.format.finding import Rows, copy_name, pointer_path, tag_folder
 from tiermem.checkpoint.saving.commit import Commits
-from tiermem.checkpoint.saving.pieces import Placed, Resting, data_bytes, put_together, write_data
+from tiermem.checkpoint.saving.pieces import Placed, Resting, put_together, write_data
 from tiermem.checkpoint.saving.publish import (
     OURS,
     Content,
@@ -265,7 +265,7 @@ class Copies:
             freeze = shards.store.freeze()
             undo.callback(shards.store.thaw, freeze)
             rest = frozen(shards, content, freeze)
-            extents, rows = lay_out(rest.rows, round_up(data_bytes(Resting(content.in_memory)), ALIGNMENT), file=0)
+            extents, rows = lay_out(rest.rows, round_up(Resting(content.in_memory).data_bytes, ALIGNMENT), file=0)
             placed.append(rest._replace(rows=rows))
         data = folder / copy_name(self._commits.run_id, commit, rank, "bin")
         undo.callback(remove, data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +22,8 @@ from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.stream import FileWriter
 
 CHUNK_BYTES = 4 << 20
+_ALIGN = 64  # bytes
+_MOST_GAP = 256  # bytes: more than lie between two parameters of a tile
 
 Chunks = Callable[[], Iterator[torch.Tensor]]
 """Returns the bytes in order: uint8 tensors, contiguous, on the CPU. Each is valid until the next one is requested."""
@@ -144,6 +145,15 @@ def checksums(runs: Sequence[Run], what: str) -> tuple[int, ...]:
     return tuple(found[0].crcs)
 
 
+class Group(NamedTuple):
+    """Rows that are written as one: their offset in the file, their bytes, the stretch and the ranges of the first row."""
+
+    place: int
+    data: npt.NDArray[np.uint8]
+    first: int
+    ranges: slice
+
+
 ReadEntry = Callable[[str, int, int], torch.Tensor]
 """(entry, start, stop) -> the bytes [start, stop) of an entry, uint8."""
 
@@ -166,10 +176,13 @@ class Resting:
         keys: dict[Key, int] = {}
         held: dict[object, tuple[int, str | torch.Tensor]] = {}
         numbers = array.array("q")  # rows in one flat array: no Python object per row
+        seen: dict[int, tuple[int, object]] = {}  # by the holder's id; it keeps the holder
         for param, state, kind, start, numel, first_byte, place in stretches:
-            holder, offset = place if isinstance(place, tuple) else ("", 0)  # a function returns its bytes
-            name = holder if isinstance(holder, str) else holder.data_ptr()
-            number, _ = held.setdefault(name, (len(held), holder))
+            holder, offset = place if type(place) is tuple else ("", 0)  # a function returns its bytes
+            if id(holder) not in seen:
+                name = holder if isinstance(holder, str) else holder.data_ptr()
+                seen[id(holder)] = held.setdefault(name, (len(held), holder))[0], holder
+            number, _ = seen[id(holder)]
             numbers.extend((number, offset, keys.setdefault((param, state, kind), len(keys)), start, numel, first_byte))
         self.keys, self.held = list(keys), [holder for _, holder in held.values()]
         self.entries = [holder for holder in self.held if isinstance(holder, str)]
@@ -196,27 +209,59 @@ class Resting:
         """
         return self.runs(self._crcs(known, read, workers))
 
-    def rows_at(self, file: int, offset: Numbers) -> Rows:
-        """The rows, from these offsets of a file on."""
-        return Rows(self.keys, self._key, self._start, self._numel, np.full_like(offset, file), offset, self.num_bytes)
+    def rows_at(self, file: int) -> Rows:
+        """The rows in a data file."""
+        place = self.placed[1]
+        return Rows(self.keys, self._key, self._start, self._numel, np.full_like(place, file), place, self.num_bytes)
 
-    def in_memory(self, workers: Workers | None) -> tuple[list[tuple[npt.NDArray[np.uint8], slice]], Crcs]:
-        """(bytes in the CPU's memory, ranges) of each row, and the checksum of every range. Blocks; GIL free.
+    @functools.cached_property
+    def placed(self) -> tuple[Numbers, Numbers]:
+        """The data file as groups of rows, each a copy of memory with the gaps between its rows, and each at a multiple of
+        `_ALIGN`: the number of the first row of each group, and the offset of each row in the file."""
+        stop = self._offset + self.num_bytes
+        gap = self._offset[1:] - stop[:-1]
+        same = (self._holder[1:] == self._holder[:-1]) & (gap >= 0) & (gap < _MOST_GAP) & self._is_there[1:]
+        firsts = np.flatnonzero(np.concatenate(([True], ~(same & self._is_there[:-1])))[: len(stop)])
+        lasts = np.append(firsts[1:], len(stop))[: len(firsts)] - 1
+        sizes = round_up(stop[lasts] - self._offset[firsts], _ALIGN)
+        moved = np.cumsum(sizes) - sizes - self._offset[firsts]
+        return firsts, self._offset + np.repeat(moved, lasts - firsts + 1)
 
-        A row without bytes there, or with too few, has none or fewer, and checksums of no meaning.
+    @property
+    def data_bytes(self) -> int:
+        """Size in bytes of the file that `write_data` writes."""
+        return int((self.placed[1] + self.num_bytes)[-1:].sum())
+
+    def in_memory(self, workers: Workers | None) -> tuple[list[Group], Crcs]:
+        """The groups of `placed`, and the checksum of every range. Blocks; GIL free.
+
+        A row without bytes in the CPU's memory, or with too few, is a group without bytes. Its checksums have no meaning.
         """
-        held = [
-            each.numpy() if isinstance(each, torch.Tensor) and each.device.type == "cpu" else np.zeros(0, np.uint8)
-            for each in self.held
-        ]
-        address = np.array([each.ctypes.data for each in held], np.uint64)[self._piece_holder]
-        is_there = self._piece_stop <= np.array([len(each) for each in held], np.int64)[self._piece_holder]
-        num_bytes = np.where(is_there, self._piece_stop - self._piece_start, 0).astype(np.uint64)
-        crcs = crc32c_of(address + self._piece_start.astype(np.uint64), num_bytes, workers)
-        places = zip(self._holder.tolist(), self._offset.tolist(), self.num_bytes.tolist(), strict=True)
-        views = [held[holder][offset : offset + size] for holder, offset, size in places]
-        ranges = itertools.starmap(slice, itertools.pairwise(self._first_piece.tolist()))
-        return list(zip(views, ranges, strict=True)), crcs
+        is_there = np.repeat(self._is_there, np.diff(self._first_piece))
+        lengths = np.where(is_there, self._piece_stop - self._piece_start, 0).astype(np.uint64)
+        addresses = np.array([each.ctypes.data for each in self._bytes], np.uint64)[self._piece_holder]
+        crcs = crc32c_of(addresses + self._piece_start.astype(np.uint64), lengths, workers)
+        firsts, places = self.placed
+        lasts = np.append(firsts[1:], len(places))[: len(firsts)] - 1
+        starts = self._offset[firsts]
+        stops = np.where(self._is_there[firsts], (self._offset + self.num_bytes)[lasts], starts)
+        pieces = map(slice, self._first_piece[firsts].tolist(), self._first_piece[firsts + 1].tolist())
+        columns = (places[firsts], self._holder[firsts], starts, stops, self.order[firsts])
+        groups = zip(*(each.tolist() for each in columns), pieces, strict=True)
+        return [Group(place, self._bytes[each][start:stop], *rest) for place, each, start, stop, *rest in groups], crcs
+
+    @functools.cached_property
+    def _bytes(self) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of each holder in the CPU's memory: none of those that lie elsewhere."""
+        here = [each if isinstance(each, torch.Tensor) and each.device.type == "cpu" else None for each in self.held]
+        return [np.zeros(0, np.uint8) if each is None else each.numpy() for each in here]
+
+    @functools.cached_property
+    def _is_there(self) -> npt.NDArray[np.bool_]:
+        """Whether all bytes of a row are in the CPU's memory."""
+        sizes = np.array([len(each) for each in self._bytes], np.int64)
+        found: npt.NDArray[np.bool_] = self._offset + self.num_bytes <= sizes[self._holder]
+        return found
 
     def runs(self, crcs: Crcs) -> dict[tuple[str, str], list[Run]]:
         """The checksums of every (parameter, state), in the fewest runs, from those of the ranges."""
@@ -289,11 +334,9 @@ class Resting:
 # ---- the data file of a rank -----------------------------------------------------------------------------------------
 #
 #     on NVMe      rows of the store's own files, one for each byte range; no data is copied
-#     in memory    written once to a data file, one stretch after another, each at a multiple of 64 bytes
+#     in memory    written once to a data file, which is a copy of the memory that holds them
 #
 # Memory use is one chunk of CHUNK_BYTES and the writer's buffers, for states of any size.
-
-_ALIGN = 64  # bytes
 
 Runs = Mapping[tuple[str, str], Sequence[Run]]
 """Checksums of the bytes that a rank holds of each (parameter, state)."""
@@ -328,28 +371,19 @@ def write_data(
     does not exist.
     """
     rest = Resting(stretches)
-    sizes = round_up(rest.num_bytes, _ALIGN)
-    starts = np.cumsum(sizes) - sizes
-    with FileWriter(path, data_bytes(rest)) as out:
-        held, crcs = rest.in_memory(workers)
-        for number, start, (view, ranges) in zip(rest.order.tolist(), starts.tolist(), held, strict=True):
-            out.skip_to(start)
-            each = stretches[number]
-            at, runs = each.first_byte, list[Run]()
-            for data in () if len(view) == each.num_bytes else each.chunks():
+    with FileWriter(path, rest.data_bytes) as out:
+        groups, crcs = rest.in_memory(workers)
+        for place, held, first, ranges in groups:
+            out.skip_to(place)
+            if len(held):
+                out.put(held)
+                progress(len(held))
+                continue
+            at, runs = stretches[first].first_byte, list[Run]()
+            for data in stretches[first].chunks():
                 out.put(data)
                 runs.append(run_of(at, [data], workers))
                 at += data.numel()
                 progress(data.numel())
-            if runs:
-                crcs[ranges] = joined(runs)[0].crcs
-                continue
-            out.put(view)
-            progress(len(view))
-    return Placed(rest.rows_at(file, starts), rest.runs(crcs))
-
-
-def data_bytes(rest: Resting) -> int:
-    """Size in bytes of the file that `write_data` writes."""
-    sizes = rest.num_bytes
-    return int(round_up(sizes[:-1], _ALIGN).sum() + sizes[-1:].sum())
+            crcs[ranges] = joined(runs)[0].crcs
+    return Placed(rest.rows_at(file), rest.runs(crcs))
