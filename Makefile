@@ -82,7 +82,7 @@ wheel: .venv/.tools
 	  SKBUILD_CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/native/aarch64.cmake;-DTIERMEM_SYSROOT=$(CURDIR)/$(ARM);-DPython_INCLUDE_DIR=$$(ls -d $(CURDIR)/$(ARM)/usr/include/python3.*)" \
 	  $(BIN)/python -m build --wheel --no-isolation --outdir build/wheels .; else echo "no wheel for aarch64"; fi
 	@for wheel in build/wheels/*.whl; do \
-	  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel --quiet repair --wheel-dir dist $$wheel || exit 1; done
+	  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist $$wheel || exit 1; done
 	$(BIN)/abi3audit --strict dist/*.whl
 	mv build/wheels/*.tar.gz dist
 
