@@ -4,6 +4,8 @@
 #   make test         the tests (not those marked slow or soak)
 #   make test-all     also the slow ones        make soak    only the soak; seeds and totals go to build/soak
 #   make native-test  floor 0 under sanitizers  make lint    what CI checks before it tests
+#   make native-test-arm   floor 0's arithmetic for aarch64, under qemu: the bits that x86-64 recorded. ARM_TESTS chooses
+#                     among its tests. Needs Debian's g++-aarch64-linux-gnu and qemu-user
 #   make gpu          what to run first on a GPU: its link, its tests, a small training; build/gpu.json and one table.
 #                     On a bare machine, with packages and the native module in PYTHONPATH: make gpu GPU_PYTHON=python3
 #   make yardsticks   build/yardsticks/{bare_loop,bare_stream,bench_native}, which benchmarks and people measure against
@@ -17,7 +19,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/*.py native/CMakeLists.txt)
 NATIVE_CODE := $(wildcard native/*.cpp native/*.h tests/native/*.cpp tests/native/*.h)
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
 
-.PHONY: demo test test-all soak gpu lint native-test yardsticks wheel clean
+.PHONY: demo test test-all soak gpu lint native-test native-test-arm yardsticks wheel clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -57,15 +59,32 @@ native-test: .venv/.tools
 	$(BIN)/cmake --build build/tsan
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R "queue|latency|faults|gradient|checksum"
 
+# What is there of the machine's own (threads, disks) is not tested under an emulator.
+ARM_TESTS ?= workers|parts|rounding|optimizer|gradient|checksum
+native-test-arm: .venv/.tools
+	$(CMAKE) -S native -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/native/aarch64.cmake -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON
+	$(BIN)/cmake --build build/aarch64
+	$(BIN)/ctest --test-dir build/aarch64 --output-on-failure -R "^($(ARM_TESTS))$$"
+
 # The programs of tests/native that measure, as fast as they can be.
 yardsticks: .venv/.tools
 	$(CMAKE) -S native -B build/yardsticks -DTIERMEM_TESTS=ON -DCMAKE_BUILD_TYPE=Release \
 	  -DCMAKE_RUNTIME_OUTPUT_DIRECTORY=$(CURDIR)/build/yardsticks
 	$(BIN)/cmake --build build/yardsticks --target bare_loop bare_stream bench_native
 
-# An sdist, and the wheel built from it.
+# An sdist, the wheel built from it, and a wheel for aarch64 where Debian's cross compiler and its packages are (see
+# native/arm_packages.sh). Their tags say the oldest C library that they work with; their symbols are in the stable ABI.
+ARM := build/aarch64-sysroot
 wheel: .venv/.tools
-	$(BIN)/python -m build --outdir dist .
+	rm -rf dist build/wheels
+	$(BIN)/python -m build --outdir build/wheels .
+	@if native/arm_packages.sh $(ARM); then PATH="$(CURDIR)/$(BIN):$$PATH" _PYTHON_HOST_PLATFORM=linux-aarch64 \
+	  SKBUILD_CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/native/aarch64.cmake;-DTIERMEM_SYSROOT=$(CURDIR)/$(ARM);-DPython_INCLUDE_DIR=$$(ls -d $(CURDIR)/$(ARM)/usr/include/python3.*)" \
+	  $(BIN)/python -m build --wheel --no-isolation --outdir build/wheels .; else echo "no wheel for aarch64"; fi
+	@for wheel in build/wheels/*.whl; do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist $$wheel || exit 1; done
+	$(BIN)/abi3audit --strict dist/*.whl
+	mv build/wheels/*.tar.gz dist
 
 clean:
 	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,7 +11,11 @@
 #include <xmmintrin.h>
 #endif
 
+#if defined(__aarch64__)
+static const char *const NAMES[] = {"NEON", "AVX2", "AVX-512"}; // which every such processor has
+#else
 static const char *const NAMES[] = {"plain C", "AVX2", "AVX-512"};
+#endif
 static const int NUM_ISAS = 3;
 
 static std::atomic<int> chosen{-1}; // -1: nobody asked yet, the first kernel takes the best
@@ -61,6 +65,14 @@ static const unsigned MXCSR_DEFAULT = 0x1F80;
 
 tm_float_mode::tm_float_mode() : saved_(_mm_getcsr()) { _mm_setcsr(MXCSR_DEFAULT); }
 tm_float_mode::~tm_float_mode() { _mm_setcsr(saved_); }
+#elif defined(__aarch64__)
+tm_float_mode::tm_float_mode() {
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    saved_ = (unsigned)mode;
+    asm volatile("msr fpcr, %0" ::"r"((uint64_t)0));
+}
+tm_float_mode::~tm_float_mode() { asm volatile("msr fpcr, %0" ::"r"((uint64_t)saved_)); }
 #else
 // Elsewhere the start-up mode is the wanted one and nothing here changes it.
 tm_float_mode::tm_float_mode() : saved_(0) {}

@@ -50,7 +50,7 @@ struct tm_streams {
 };
 
 // Adam in one loop for one combination of dtypes (enum tm_dtype); the same bits as widening every part,
-// the rule's loop, and narrowing every part. With 8-bit moments n is a multiple of TM_Q8_BLOCK.
+// the rule's loop, and narrowing every part. n is a multiple of TM_Q8_BLOCK.
 struct tm_fused {
     int weight, master, grad, moment;
     bool is_decoupled, is_stochastic;

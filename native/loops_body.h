@@ -2,6 +2,7 @@
 // TM_LOOPS (the table's name) and TM_DOUBLES (float64 numbers in one vector register).
 //
 //     loops_element.h   one element in every stored form, and random words
+//     loops_vector.h    two registers of elements, likewise
 //     loops_q8.h        64 elements as 8-bit codes
 //     loops_rules.h     the optimizers' arithmetic, over fp32 arrays
 //     loops_adam.h      Adam fused with the stored forms
@@ -13,10 +14,13 @@
 #include "loops.h"
 
 #if defined(__SSE2__)
-#include <emmintrin.h> // its functions are inlined everywhere, by attribute
+#include <immintrin.h> // its functions are inlined everywhere, by attribute
 #endif
 
 #include "loops_element.h"
+
+#include "loops_vector.h"
+
 #include "loops_q8.h"
 #include "loops_rules.h"
 
@@ -76,7 +80,7 @@ void add(uint64_t n, const float *a, const float *b, float *sum) {
 }
 
 typedef double doubles __attribute__((vector_size(8 * TM_DOUBLES)));
-typedef float floats __attribute__((vector_size(4 * TM_DOUBLES)));
+typedef float narrow_floats __attribute__((vector_size(4 * TM_DOUBLES)));
 
 void add_squares(uint64_t n, const float *x, double *lanes) {
     const unsigned num_vectors = TM_NORM_LANES / TM_DOUBLES;
@@ -85,7 +89,7 @@ void add_squares(uint64_t n, const float *x, double *lanes) {
     for (uint64_t i = 0; i < n; i += TM_NORM_LANES) {
 #pragma GCC unroll 16
         for (unsigned k = 0; k < num_vectors; ++k) {
-            floats part;
+            narrow_floats part;
             __builtin_memcpy(&part, x + i + k * TM_DOUBLES, sizeof part);
             const doubles wide = __builtin_convertvector(part, doubles);
             sums[k] += wide * wide; // exact product: 24 + 24 bits fit in 53

@@ -19,8 +19,26 @@ namespace {
 
 const unsigned Q8_BLOCK = 64; // TM_Q8_BLOCK
 
-inline uint32_t larger_of(uint32_t a, uint32_t b) { return a > b ? a : b; }
-inline uint32_t smaller_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
+const unsigned Q8_PAIRS = Q8_BLOCK / PAIR;
+
+typedef uint8_t codes_of_pair __attribute__((vector_size(PAIR)));
+
+// The codes of a pair, with zeros above each.
+inline halves load_codes(const uint8_t *codes) {
+#if defined(__AVX512BW__)
+    return (halves)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+#elif defined(__AVX2__)
+    return (halves)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)codes));
+#else
+    halves wide; // the compiler makes two instructions of it
+    for (unsigned i = 0; i < PAIR; ++i)
+        wide[i] = codes[i];
+    return wide;
+#endif
+}
+
+inline uints larger_of(uints a, uints b) { return a > b ? a : b; }
+inline uints smaller_of(uints a, uints b) { return a < b ? a : b; }
 
 // What adds up to a code's fp32 pattern: the same for a whole block.
 template <bool is_signed> inline uint32_t q8_base(uint8_t scale) {
@@ -30,48 +48,64 @@ template <bool is_signed> inline uint32_t q8_base(uint8_t scale) {
 struct SignedQ8 {
     static const bool IS_SIGNED = true;
     static const uint32_t CARRY = 0x0fffffu; // a mantissa beyond 1.875 takes the next scale
-    static uint32_t size(float x) { return size_of(bits_of(x)); }
+    static uints size(floats x) { return (uints)x & 0x7fffffffu; }
 
     // A denormal is shifted by the adder; of the two readings of a code the smaller is right.
-    static float decode(int32_t code, uint32_t base) {
-        const uint32_t normal = (((uint32_t)code & 0x7fu) << 20) + base, least = base + (1u << 23);
-        const uint32_t denormal = bits_of(float_of(normal + (1u << 23)) - float_of(least));
-        return float_of(smaller_of(normal, denormal) | ((uint32_t)code & 0x80000000u));
+    static floats decode_one(uints normal, uints sign, uint32_t base) {
+        const uints denormal = (uints)((floats)(normal + (1u << 23)) - float_of(base + (1u << 23)));
+        return (floats)(smaller_of(normal, denormal) | sign);
+    }
+
+    static FloatPair decode(halves codes, uint32_t base) {
+        const UintPair normal = as_upper(((codes & 0x7f) << 4) + (uint16_t)(base >> 16));
+        const UintPair sign = as_upper(codes << 8 & 0x8000);
+        return {decode_one(normal.even, sign.even, base), decode_one(normal.odd, sign.odd, base)};
     }
 
     // The size as a normal number's pattern; as above, with the larger.
-    static uint32_t pattern(float x, uint32_t base) {
-        const uint32_t least = base + (1u << 23);
-        return larger_of(bits_of(float_of(size(x)) + float_of(least)) - (1u << 23), size(x));
+    static uints pattern(floats x, uint32_t base) {
+        return larger_of((uints)((floats)size(x) + float_of(base + (1u << 23))) - (1u << 23), size(x));
     }
 
-    static uint8_t finish(float x, uint32_t rounded) {
-        return (uint8_t)(((rounded & 0x7ffffffu) | (bits_of(x) >> 4 & 0x8000000u)) >> 20);
+    static halves finish(FloatPair x, halves rounded) {
+        return (rounded >> 4 & 0x7f) | (upper_of(bits_of(x)) >> 8 & 0x80);
     }
 };
 
 struct PositiveQ8 {
     static const bool IS_SIGNED = false;
-    static const uint32_t CARRY = 0x1fffffu;                    // beyond 1.75
-    static uint32_t size(float x) { return bits_of(x + 0.0f); } // -0 counts as 0
+    static const uint32_t CARRY = 0x1fffffu;                  // beyond 1.75
+    static uints size(floats x) { return (uints)(x + 0.0f); } // -0 counts as 0
 
-    static float decode(int32_t code, uint32_t base) {
-        return float_of(code == 0 ? 0u : ((uint32_t)code << 20) + base);
+    static FloatPair decode(halves codes, uint32_t base) {
+        return from_bf16(codes == 0 ? halves{} : (codes << 4) + (uint16_t)(base >> 16));
     }
 
-    static uint32_t pattern(float x, uint32_t) { return bits_of(x); }
+    static uints pattern(floats x, uint32_t) { return (uints)x; }
 
     // Below the smallest code the difference is negative.
-    static uint8_t finish(float x, uint32_t rounded) {
-        const int32_t code = (int32_t)rounded < 1 << 20 ? 1 << 20 : (int32_t)rounded;
-        return (uint8_t)(x == 0.0f ? 0 : (uint32_t)code >> 20);
+    static halves finish(FloatPair x, halves rounded) {
+        const signed_halves code = (signed_halves)rounded, least = signed_halves{} + 16;
+        const halves is_zero = blend((uints)(x.even == 0.0f), (uints)(x.odd == 0.0f));
+        return ((halves)(code > least ? code : least) >> 4) & ~is_zero;
     }
 };
 
-template <class Q8> inline uint8_t q8_scale(unsigned n, const float *src) {
-    uint32_t largest = 0;
-    for (unsigned i = 0; i < n; ++i)
-        largest = larger_of(largest, Q8::size(src[i]));
+// Of the first `num` lanes, by halves.
+template <unsigned num> inline uint32_t largest_lane(uints x) {
+    if constexpr (num == 1)
+        return x[0];
+    ints upper;
+    for (unsigned i = 0; i < LANES; ++i)
+        upper[i] = (int32_t)((i + num / 2) % LANES);
+    return largest_lane<(num > 1 ? num / 2 : 1)>(larger_of(x, __builtin_shuffle(x, upper)));
+}
+
+template <class Q8> inline uint8_t q8_scale(const FloatPair *src) {
+    uints sizes = {};
+    for (unsigned i = 0; i < Q8_PAIRS; ++i)
+        sizes = larger_of(sizes, larger_of(Q8::size(src[i].even), Q8::size(src[i].odd)));
+    const uint32_t largest = largest_lane<LANES>(sizes);
     if (largest >= INFINITE) // or negative
         return 255;
     const uint32_t scale = (largest + Q8::CARRY) >> 23;
@@ -81,62 +115,99 @@ template <class Q8> inline uint8_t q8_scale(unsigned n, const float *src) {
 // NaN and nothing but zeros: where what the codes hold does not matter.
 inline bool q8_is_special(uint8_t scale) { return scale == 0 || scale == 255; }
 
-inline void q8_fill(unsigned n, float value, float *dst) {
-    for (unsigned i = 0; i < n; ++i)
-        dst[i] = value;
-}
-
-template <class Q8>
-inline void q8_decode_block(unsigned n, const uint8_t *__restrict codes, uint8_t scale, float *__restrict dst) {
+template <class Q8> inline void q8_decode_block(const uint8_t *codes, uint8_t scale, FloatPair *dst) {
     if (q8_is_special(scale)) {
-        q8_fill(n, scale == 0 ? 0.0f : float_of(QUIET_NAN), dst);
+        const floats value = floats{} + (scale == 0 ? 0.0f : float_of(QUIET_NAN));
+        for (unsigned i = 0; i < Q8_PAIRS; ++i)
+            dst[i].even = dst[i].odd = value;
         return;
     }
     const uint32_t base = q8_base<Q8::IS_SIGNED>(scale);
-    for (unsigned i = 0; i < n; ++i)
-        dst[i] = Q8::decode(Q8::IS_SIGNED ? (int32_t)(int8_t)codes[i] : (int32_t)codes[i], base);
+    for (unsigned i = 0; i < Q8_PAIRS; ++i) {
+        const FloatPair values = Q8::decode(load_codes(codes + i * PAIR), base);
+        dst[i].even = values.even;
+        dst[i].odd = values.odd;
+    }
 }
 
-// Words answer words(i), the random word of the block's element i: up when the share beyond the code is above it.
-template <class Q8, bool is_stochastic, class Words>
-inline uint8_t q8_encode_block(unsigned n, const float *__restrict src, const Words words, uint8_t *__restrict codes) {
-    const uint8_t scale = q8_scale<Q8>(n, src);
+// `share` is what random words leave of 2^32.
+template <bool is_stochastic> inline uints q8_rounded(uints pattern, uints share) {
+    return pattern + (is_stochastic ? share >> 12 : 0x7ffffu + (pattern >> 20 & 1u));
+}
+
+// Shares answer shares(i), 2^32 - 1 less the random words of the block's pair i: up when what is beyond the code is
+// above the words.
+template <class Q8, bool is_stochastic, class Shares>
+inline uint8_t q8_encode_block(const FloatPair *src, const Shares &shares, uint8_t *codes) {
+    const uint8_t scale = q8_scale<Q8>(src);
     if (q8_is_special(scale)) {
-        for (unsigned i = 0; i < n; ++i)
-            codes[i] = 0;
+        __builtin_memset(codes, 0, Q8_BLOCK);
         return scale;
     }
-    const uint32_t base = q8_base<Q8::IS_SIGNED>(scale);
-    for (unsigned i = 0; i < n; ++i) {
-        const uint32_t pattern = Q8::pattern(src[i], base);
-        const uint32_t added =
-            is_stochastic ? 0xfffffu - base - (words(i) >> 12) : 0x7ffffu - base + (pattern >> 20 & 1u);
-        codes[i] = Q8::finish(src[i], pattern + added);
+    const uint32_t base = q8_base<Q8::IS_SIGNED>(scale); // nothing in its lower half
+    for (unsigned i = 0; i < Q8_PAIRS; ++i) {
+        const UintPair share = is_stochastic ? shares(i) : UintPair{};
+        const uints even = q8_rounded<is_stochastic>(Q8::pattern(src[i].even, base), share.even);
+        const uints odd = q8_rounded<is_stochastic>(Q8::pattern(src[i].odd, base), share.odd);
+        const halves finished = Q8::finish(src[i], upper_of({even, odd}) - (uint16_t)(base >> 16));
+        store_vector(codes + i * PAIR, __builtin_convertvector(finished, codes_of_pair));
     }
     return scale;
 }
 
-struct WordArray {
+// ---- over arrays; the last block may be a part of one ----------------------------------------------------------
+
+struct SharesOfArray {
     const uint32_t *words;
-    uint32_t operator()(unsigned i) const { return words[i]; }
+    UintPair operator()(unsigned i) const {
+        const UintPair word = bits_of(load_floats((const float *)words + i * PAIR));
+        return {~word.even, ~word.odd};
+    }
 };
+
+template <class Q8> inline void widen_q8_block(const uint8_t *codes, uint8_t scale, float *dst) {
+    FloatPair values[Q8_PAIRS];
+    q8_decode_block<Q8>(codes, scale, values);
+    for (unsigned i = 0; i < Q8_PAIRS; ++i)
+        store_floats(dst + i * PAIR, values[i]);
+}
 
 template <class Q8> void widen_q8(uint64_t n, const uint8_t *codes, const uint8_t *scales, float *dst) {
     uint64_t i = 0;
     for (; n - i >= Q8_BLOCK; i += Q8_BLOCK)
-        q8_decode_block<Q8>(Q8_BLOCK, codes + i, scales[i / Q8_BLOCK], dst + i);
-    if (i < n)
-        q8_decode_block<Q8>((unsigned)(n - i), codes + i, scales[i / Q8_BLOCK], dst + i);
+        widen_q8_block<Q8>(codes + i, scales[i / Q8_BLOCK], dst + i);
+    if (i == n)
+        return;
+    uint8_t last_codes[Q8_BLOCK] = {};
+    float last[Q8_BLOCK];
+    __builtin_memcpy(last_codes, codes + i, n - i);
+    widen_q8_block<Q8>(last_codes, scales[i / Q8_BLOCK], last);
+    __builtin_memcpy(dst + i, last, (n - i) * sizeof(float));
+}
+
+template <class Q8, bool is_stochastic>
+inline uint8_t narrow_q8_block(const float *src, const uint32_t *words, uint8_t *codes) {
+    FloatPair values[Q8_PAIRS];
+    for (unsigned i = 0; i < Q8_PAIRS; ++i)
+        values[i] = load_floats(src + i * PAIR);
+    return q8_encode_block<Q8, is_stochastic>(values, SharesOfArray{words}, codes);
 }
 
 template <class Q8, bool is_stochastic>
 void narrow_q8_all(uint64_t n, const float *src, const uint32_t *words, uint8_t *codes, uint8_t *scales) {
     uint64_t i = 0;
     for (; n - i >= Q8_BLOCK; i += Q8_BLOCK)
-        scales[i / Q8_BLOCK] = q8_encode_block<Q8, is_stochastic>(Q8_BLOCK, src + i, WordArray{words + i}, codes + i);
-    if (i < n)
-        scales[i / Q8_BLOCK] =
-            q8_encode_block<Q8, is_stochastic>((unsigned)(n - i), src + i, WordArray{words + i}, codes + i);
+        scales[i / Q8_BLOCK] = narrow_q8_block<Q8, is_stochastic>(src + i, words + i, codes + i);
+    if (i == n)
+        return;
+    uint8_t last_codes[Q8_BLOCK];
+    float last[Q8_BLOCK] = {}; // zeros set no scale
+    uint32_t last_words[Q8_BLOCK] = {};
+    __builtin_memcpy(last, src + i, (n - i) * sizeof(float));
+    if (is_stochastic)
+        __builtin_memcpy(last_words, words + i, (n - i) * sizeof(uint32_t));
+    scales[i / Q8_BLOCK] = narrow_q8_block<Q8, is_stochastic>(last, last_words, last_codes);
+    __builtin_memcpy(codes + i, last_codes, n - i);
 }
 
 template <class Q8>

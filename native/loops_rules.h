@@ -2,13 +2,12 @@
 
 namespace {
 
-struct AdamElement {
-    float p, m, v;
-};
+// One element, or a register of them.
+template <class Float> struct AdamElement { Float p, m, v; };
 
 // The order of the operations is a promise (tiermem.h): it decides the bits.
-template <bool is_decoupled>
-inline AdamElement adam_moments(float p, float m, float v, float g, const tm_constants &c) {
+template <bool is_decoupled, class Float>
+inline AdamElement<Float> adam_moments(Float p, Float m, Float v, Float g, const tm_constants &c) {
     g = g * c.grad_scale;
     if (is_decoupled)
         p = p * c.decay;
@@ -19,8 +18,8 @@ inline AdamElement adam_moments(float p, float m, float v, float g, const tm_con
     return {p, m, v};
 }
 
-inline float adam_moved(float p, float m, float v, const tm_constants &c) {
-    return p - c.step_size * (m / (__builtin_sqrtf(v) * c.inv_sqrt_bias2 + c.eps));
+template <class Float> inline Float adam_moved(Float p, Float m, Float v, const tm_constants &c) {
+    return p - c.step_size * (m / (square_root(v) * c.inv_sqrt_bias2 + c.eps));
 }
 
 template <bool is_decoupled>
@@ -29,7 +28,7 @@ void adam(uint64_t n, float *p, float *const *moments, const float *g, const tm_
     float *m = moments[0], *v = moments[1];
 #pragma GCC ivdep
     for (uint64_t i = 0; i < n; ++i) {
-        const AdamElement e = adam_moments<is_decoupled>(p[i], m[i], v[i], g[i], c);
+        const AdamElement<float> e = adam_moments<is_decoupled>(p[i], m[i], v[i], g[i], c);
         m[i] = e.m;
         v[i] = e.v;
         p[i] = adam_moved(e.p, e.m, e.v, c);
@@ -45,7 +44,7 @@ void adam_largest(uint64_t n, float *p, float *const *moments, const float *g, c
     float *m = moments[0], *v = moments[1], *largest = moments[2];
 #pragma GCC ivdep
     for (uint64_t i = 0; i < n; ++i) {
-        const AdamElement e = adam_moments<is_decoupled>(p[i], m[i], v[i], g[i], c);
+        const AdamElement<float> e = adam_moments<is_decoupled>(p[i], m[i], v[i], g[i], c);
         const float most = larger(largest[i], e.v);
         m[i] = e.m;
         v[i] = e.v;

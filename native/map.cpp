@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "tiermem.h"
@@ -44,6 +45,17 @@ int tm_map_open(uint64_t bytes, void **base) {
 static bool is_page_range(const void *address, uint64_t bytes) {
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     return address && (uint64_t)address % page == 0 && bytes % page == 0;
+}
+
+int tm_map_bind(void *address, uint64_t bytes, int32_t node) {
+    const int prefer = 1; // MPOL_PREFERRED, without libnuma's header
+    const int32_t word_bits = 8 * sizeof(unsigned long);
+    unsigned long nodes[16] = {};
+    if (!is_page_range(address, bytes) || node < 0 || node >= 16 * word_bits)
+        return -EINVAL;
+    nodes[node / word_bits] = 1ul << (node % word_bits);
+    // The kernel takes one bit less than it is told.
+    return syscall(SYS_mbind, address, bytes, prefer, nodes, 16ul * word_bits + 1, 0) == 0 ? 0 : -errno;
 }
 
 // Kernels before 5.14: writes into every page without changing it, also while others write there.

@@ -246,8 +246,7 @@ static void step_chunk(const Step *step, uint64_t begin, uint64_t n) {
 // Steps as much as the fused loop can take; returns how many elements that was.
 static uint64_t step_fused(const Step *step, uint64_t begin, uint64_t n) {
     const tm_step *asked = step->asked;
-    if (step->fused->moment == TM_Q8)
-        n = n / TM_Q8_BLOCK * TM_Q8_BLOCK;
+    n = n / TM_Q8_BLOCK * TM_Q8_BLOCK; // whole registers, and whole blocks of 8-bit codes
     const uint64_t element = asked->first_element + begin;
     if (n == 0 || (step->is_dithered && element >> 32 != (element + n - 1) >> 32))
         return 0;

@@ -5,7 +5,7 @@
  * Nothing prints, exits, aborts or calls back. Every int returned is >= 0 or -errno.
  *
  *   system   tm_file_alignment · tm_heap_trim
- *   map      tm_map_open · tm_map_commit · tm_map_release · tm_map_close
+ *   map      tm_map_open · tm_map_bind · tm_map_commit · tm_map_release · tm_map_close
  *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _latencies · _close
  *   workers  tm_workers_open · _pin · _close            threads that the kernels share
  *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_gradient_store · tm_isa_choose
@@ -30,6 +30,11 @@ extern "C" {
 /* Reserves `bytes` of address space (rounded up to 2 MiB, aligned to 2 MiB, huge pages asked for,
  * not inherited by a forked child). No page is resident until it is committed or touched. */
 int tm_map_open(uint64_t bytes, void **base);
+
+/* Pages of [address, address + bytes) that become resident from now on lie on memory node `node` as long as it has free
+ * ones; pages that are resident stay where they are. Address and bytes are multiples of the page size. -EINVAL also for
+ * a node that is not there; -ENOSYS or -EPERM where the kernel does not allow it. Does not block. */
+int tm_map_bind(void *address, uint64_t bytes, int32_t node);
 
 /* Makes [address, address + bytes) resident (written zeros for pages never touched). Pages already
  * resident keep their content. Address and bytes are multiples of the page size. Blocks. */

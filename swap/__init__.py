@@ -9,6 +9,7 @@ Files in order: each imports only files before it.
     parts         the tensors and the rule of one optimizer step
     native        the binding to floor 0: map, queue and its settings, workers, kernels
     accelerator   all code about devices other than the CPU
+    nodes         memory nodes (NUMA): which cores and which memory are near a rank
     torch_step    the optimizer step in torch operations, on any device
     arena         one allocation of HOST memory, its slots and pools
     direct        O_DIRECT: alignment, preallocation, facts about a folder

@@ -221,6 +221,24 @@ def facts_of(device: torch.device) -> dict[str, int | float | str]:
     return {**facts, "name": str(_module_of(device).get_device_name(device))}
 
 
+def pci_addresses(device: torch.device, num_ranks: int) -> list[str | None]:
+    """Where the devices of this node's ranks sit on the PCI bus, as sysfs writes it (0000:3b:00.0).
+
+    Rank i takes device i, as in find_device; a rank alone has `device`. None for the CPU, and if torch does not say.
+    """
+    if not is_accelerator(device):
+        return [None] * num_ranks
+    count = int(_module_of(device).device_count())
+    devices = [device] if num_ranks == 1 else [torch.device(device.type, rank % count) for rank in range(num_ranks)]
+    return [_pci_address(device) for device in devices]
+
+
+def _pci_address(device: torch.device) -> str | None:
+    properties = _module_of(device).get_device_properties(device)
+    numbers = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    return None if min(numbers) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+
+
 def rng_state(device: torch.device) -> torch.Tensor:
     """The state of a device's generator: uint8, on the CPU."""
     state: torch.Tensor = _module_of(device).get_rng_state(device)

@@ -86,6 +86,10 @@ class Arena:
         """The resident part, to be registered with the kernel's I/O."""
         return ByteRange(self._map.address, self._committed)
 
+    def bind(self, node: int) -> None:
+        """Prefers a memory node for what is carved from now on. Raises OSError where the kernel refuses."""
+        self._map.bind(node)
+
     def take(self, num_bytes: int, what: str = "a slot", crosses_link: bool = False) -> Slot:
         """Carves a slot, content undefined. Raises BudgetError when no free range is long enough.
 

@@ -201,6 +201,10 @@ class Map:
         self.num_bytes = num_bytes
         self.address = int(ffi.cast("uintptr_t", self._base))
 
+    def bind(self, node: int) -> None:
+        """Prefers a memory node for pages that are not resident yet. Raises OSError where the kernel refuses."""
+        check(lib.tm_map_bind(self._base, self.num_bytes, node), f"preferring memory of node {node}")
+
     def commit(self, offset: int, num_bytes: int) -> None:
         """Makes a page-aligned range resident. Raises OSError (ENOMEM) when the system has none left."""
         check(lib.tm_map_commit(self._base + offset, num_bytes), f"committing {num_bytes} bytes of memory")
@@ -559,8 +563,7 @@ def trim_heap() -> None:
 
 def choose_isa(isa: int = -1) -> str:
     """Chooses the kernels' instruction set (-1: the best here; 0, 1, 2: plain C, AVX2, AVX-512) and names it."""
-    chosen = check(lib.tm_isa_choose(isa), f"choosing instruction set {isa}")
-    return str(ffi.string(lib.tm_isa_name(chosen)).decode())
+    return str(ffi.string(lib.tm_isa_name(check(lib.tm_isa_choose(isa), f"instruction set {isa}"))).decode())
 
 
 def _unmap(base: object, num_bytes: int, owner: int) -> None:

@@ -41,6 +41,8 @@ PRECISIONS = ("bf16", "fp32", "fp16")
 STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
 DURABILITIES = ("checkpoint", "step", "none")
 ENGINES = ("auto", "uring", "aio", "threads")
+ISAS = ("plain", "avx2", "avx512")
+"""Instruction sets of the kernels, as tm_isa_choose numbers them."""
 SEQUENTIAL = ("read", "write", "mixed")
 MODES = (*SEQUENTIAL, "random", "tensors", "sustained")
 
@@ -241,6 +243,9 @@ class AdamBenchOptions(Options):
     loops: int = option(9, "of each row, everybody in turn", check=POSITIVE)
     threads: int | None = option(None, "of everybody's maths [default: the cores]", check=CORES)
     rows: Sequence[str] = option((), "part of the names of rows to measure [default: all]", "--row")
+    isa: str | None = option(
+        None, "hold our kernels down to plain, avx2 or avx512 [default: the best]", check=one_of(*ISAS)
+    )
     yardstick: Path | None = option(None, "build/yardsticks/bare_stream, from `make yardsticks`", check=program)
     peer_python: Path | None = option(None, "an interpreter that has DeepSpeed: its CPU Adam", check=program)
     json_file: Path | None = option(None, "write machine and rows here", "--json", check=ends_in(".json"))

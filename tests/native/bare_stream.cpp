@@ -1,11 +1,17 @@
 // bare_stream: the yardstick of an optimizer step in memory. The fastest loop that we can write over arrays of given
-// sizes: vector loads of what is read, next to no arithmetic, vector stores of what is written, nothing else. Reads
-// commands from stdin and answers each with one line, so that a benchmark can take turns with it:
+// sizes: vector loads of what is read, next to no arithmetic, vector stores of what is written, nothing else. Beside it
+// the yardstick of a step's arithmetic: AdamW's kernel over arrays that stay in the first-level cache. Reads commands
+// from stdin and answers each with one line, so that a benchmark can take turns with it:
 //
+//     isa NUMBER                  the most that the commands behind it may use, as tm_isa_choose -> the number
 //     prepare N THREADS PART...   PART: bytes per element, then r, w or rw: `prepare 1024000 2 4rw 4rw 4rw 2r 2w`
 //                                 tries every way to go over them and keeps the fastest
 //                                 -> seconds of the best pass with plain stores, then with streaming stores
 //     pass COUNT                  -> seconds of the best of COUNT passes in the way kept
+//     arithmetic THREADS KIND WEIGHT MASTER MOMENTS GRADS ROUNDING
+//                                 a row of `tiermem bench adam`: kernel or whole (with the sums for the norm),
+//                                 precisions, nearest or stochastic -> seconds for a parameter, every thread with
+//                                 arrays of its own
 //     release                     -> 0, once the arrays are gone
 //     quit
 //
@@ -103,17 +109,19 @@ template <bool is_read> static void write_plain(char *data, uint64_t bytes) {
         *(uint64_t *)(data + i) = is_read ? *(const uint64_t *)(data + i) ^ 1 : 1;
 }
 
+static int most_isa = 2; // see tm_isa_choose
+
 static pass_loop *choose_loop(const Part &part, bool is_streaming) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f")) {
+    if (most_isa == 2 && __builtin_cpu_supports("avx512f")) {
         if (!part.is_written)
             return read_512;
         if (is_streaming)
             return part.is_read ? write_512<true, true> : write_512<false, true>;
         return part.is_read ? write_512<true, false> : write_512<false, false>;
     }
-    if (__builtin_cpu_supports("avx2")) {
+    if (most_isa >= 1 && __builtin_cpu_supports("avx2")) {
         if (!part.is_written)
             return read_256;
         if (is_streaming)
@@ -251,6 +259,85 @@ struct Run {
     }
 };
 
+// ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+static const uint64_t CACHED = 1024; // parameters: with their gradients and states 28 KiB at most
+static const int CACHED_STEPS = 1000, CACHED_ROUNDS = 9;
+
+static int dtype_of(const std::string &precision) {
+    return precision == "fp32"    ? TM_F32
+           : precision == "bf16"  ? TM_BF16
+           : precision == "split" ? TM_SPLIT
+           : precision == "8bit"  ? TM_Q8
+                                  : -1;
+}
+
+// The arrays of one thread, and the step over them.
+struct CachedStep {
+    std::vector<std::vector<char>> arrays; // a little apart: not at the same offset in their pages
+    tm_step step = {};
+    bool is_whole;
+
+    tm_part make(int dtype, char value) {
+        const bool is_q8 = dtype == TM_Q8 || dtype == TM_Q8_POSITIVE;
+        const uint64_t bytes = CACHED * (dtype == TM_F32 ? 4 : is_q8 ? 1 : 2), apart = 256 * arrays.size();
+        arrays.emplace_back(bytes + CACHED / TM_Q8_BLOCK + apart + 256, value);
+        char *data = arrays.back().data() + apart;
+        data += (64 - (uintptr_t)data % 64) % 64;
+        return {data, (uint8_t *)data + bytes, dtype, 0};
+    }
+
+    CachedStep(const std::vector<std::string> &row) : is_whole(row[0] == "whole") {
+        const int weight = dtype_of(row[1]), master = dtype_of(row[2]), moment = dtype_of(row[3]);
+        const tm_part none = {nullptr, nullptr, TM_NONE, 0};
+        step.weight = weight == master && weight == TM_F32 ? none : make(weight, 0x3d);
+        step.master = weight == master && weight != TM_F32 ? none : make(master, 0x3d);
+        step.moments[0] = make(moment, 0x3b);
+        step.moments[1] = make(moment == TM_Q8 ? (int)TM_Q8_POSITIVE : moment, 0x3b);
+        step.moments[2] = none;
+        step.grad = make(dtype_of(row[4]), 0x3b);
+        step.rounding = row[5] == "stochastic" ? TM_STOCHASTIC : TM_NEAREST;
+        step.n = CACHED;
+        step.rule = TM_ADAMW;
+        step.scalars = {};
+        step.scalars.grad_scale = step.scalars.inv_sqrt_bias2 = 1;
+        step.scalars.decay = 1 - 1e-6, step.scalars.step_size = 1e-4, step.scalars.eps = 1e-8;
+        step.scalars.beta1 = 0.9, step.scalars.beta2 = 0.999;
+    }
+
+    void run() {
+        double sum = 0;
+        if (is_whole)
+            CHECK_EQUAL(
+                tm_gradient_store(nullptr, CACHED, nullptr, TM_NONE, step.grad.data, step.grad.dtype, 0, 0, &sum), 0);
+        step.scalars.grad_scale = sum < 0 ? 0 : 1;
+        CHECK_EQUAL(tm_optimizer_step(nullptr, &step), 0);
+    }
+};
+
+static double seconds_a_parameter(const std::vector<std::string> &row, unsigned num_threads) {
+    double best = 1e30;
+    Gate gate(num_threads);
+    std::vector<std::thread> threads;
+    for (unsigned index = 0; index < num_threads; ++index)
+        threads.emplace_back([&, index] {
+            pin(index);
+            CachedStep cached(row);
+            for (int round = 0; round < CACHED_ROUNDS; ++round) {
+                gate.meet();
+                const double start = now_s();
+                for (int i = 0; i < CACHED_STEPS; ++i)
+                    cached.run();
+                gate.meet();
+                if (index == 0)
+                    best = std::min(best, now_s() - start);
+            }
+        });
+    for (std::thread &thread : threads)
+        thread.join();
+    return best / CACHED_STEPS / (double)(CACHED * num_threads);
+}
+
 // ---- commands ------------------------------------------------------------------------------------------------------
 
 static bool parse_part(const std::string &word, Part *part) {
@@ -293,13 +380,41 @@ static const char *make_passes(std::istringstream &words, Run *run) {
     return nullptr;
 }
 
+static const char *choose_isa(std::istringstream &words) {
+    int isa = -1;
+    if (!(words >> isa) || (isa = tm_isa_choose(isa)) < 0)
+        return "NUMBER is -1 or an instruction set of this processor";
+    most_isa = isa;
+    printf("%d\n", isa);
+    return nullptr;
+}
+
+static const char *measure_arithmetic(std::istringstream &words) {
+    unsigned num_threads = 0;
+    words >> num_threads;
+    std::vector<std::string> row;
+    for (std::string word; words >> word;)
+        row.push_back(word);
+    if (num_threads < 1 || num_threads > 1024 || row.size() != 6)
+        return "THREADS is 1 to 1024, and six words say the row";
+    for (int i = 1; i < 5; ++i)
+        if (dtype_of(row[i]) < 0)
+            return "a precision is fp32, bf16, split or 8bit";
+    printf("%.15f\n", seconds_a_parameter(row, num_threads));
+    return nullptr;
+}
+
 static const char *obey(const std::string &command, std::istringstream &words, std::unique_ptr<Run> &run) {
     if (command == "prepare")
         return prepare(words, run);
     if (command == "pass")
         return make_passes(words, run.get());
+    if (command == "isa")
+        return choose_isa(words);
+    if (command == "arithmetic")
+        return measure_arithmetic(words);
     if (command != "release")
-        return "commands are prepare, pass, release and quit";
+        return "commands are isa, prepare, pass, arithmetic, release and quit";
     run.reset();
     puts("0");
     return nullptr;

@@ -2,6 +2,7 @@
 
 #include <stdio.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <vector>
 
@@ -25,6 +26,28 @@ static void memory_is_aligned_and_absent_until_committed() {
     CHECK_EQUAL(tm_map_commit(memory.data, 4 * MIB), 0);
     CHECK_EQUAL(count_resident(memory.data, 4 * MIB), 4 * MIB);
     CHECK_EQUAL(count_resident(memory.data + 4 * MIB, 12 * MIB), 0);
+}
+
+// The kernel says where a page lies, and which node it prefers.
+static void pages_prefer_the_node_that_they_are_bound_to() {
+    Memory memory(4 * MIB);
+    const int bound = tm_map_bind(memory.data, 4 * MIB, 0);
+    if (bound == -ENOSYS || bound == -EPERM)
+        return; // a container may forbid it
+    CHECK_EQUAL(bound, 0);
+    CHECK_EQUAL(tm_map_commit(memory.data, 4 * MIB), 0);
+    int mode = -1, node = -1;
+    unsigned long nodes[16] = {};
+    const unsigned long of_address = 2, of_page = 1; // MPOL_F_ADDR, MPOL_F_NODE
+    CHECK_EQUAL(syscall(SYS_get_mempolicy, &mode, nodes, 1024ul, memory.data, of_address), 0);
+    CHECK_EQUAL(mode, 1); // MPOL_PREFERRED
+    CHECK_EQUAL(nodes[0], 1);
+    CHECK_EQUAL(syscall(SYS_get_mempolicy, &node, nullptr, 0ul, memory.data, of_address | of_page), 0);
+    CHECK_EQUAL(node, 0);
+    CHECK_EQUAL(tm_map_bind(memory.data + 1, 4096, 0), -EINVAL);
+    CHECK_EQUAL(tm_map_bind(memory.data, 4096, -1), -EINVAL);
+    CHECK_EQUAL(tm_map_bind(memory.data, 4096, 1023), -EINVAL);
+    CHECK_EQUAL(tm_map_bind(memory.data, 4096, 1024), -EINVAL);
 }
 
 static void commit_keeps_content_and_release_loses_it() {
@@ -65,6 +88,7 @@ static void a_forked_child_does_not_inherit_it() {
 
 int main() {
     RUN(memory_is_aligned_and_absent_until_committed);
+    RUN(pages_prefer_the_node_that_they_are_bound_to);
     RUN(commit_keeps_content_and_release_loses_it);
     RUN(bad_arguments_are_refused);
     RUN(a_forked_child_does_not_inherit_it);

@@ -14,6 +14,7 @@ from rich.console import Console
 
 pytest.importorskip("_tiermem_native")
 
+from tiermem.swap.native import choose_isa
 from tiermem.tools.bench.adam import ROWS, AdamRow, bench_adam, row_of
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import AdamBenchOptions
@@ -96,6 +97,17 @@ def test_figures_are_medians_and_shares_those_of_each_loops_ratio() -> None:
     assert row["gbps"] == 14.0
     assert row["stream_fraction"] == 0.5
     assert row["peers"] == {"torch": {"ns_per_param": 4.0, "speedup": 2.0}}
+    assert row["arithmetic_fraction"] is None and row["limit_fraction"] == 0.5
+
+
+def test_a_row_is_limited_by_the_slower_of_memory_and_arithmetic() -> None:
+    seconds = {"tiermem": [2.0, 2.0, 4.0], "yardstick": [1.0, 1.5, 3.0], "arithmetic": [1.5, 1.0, 2.0]}
+    row = row_of(ROWS[3], 10**9, seconds, 2)
+    assert row["stream_fraction"] == 0.75
+    assert row["arithmetic_ns_per_param"] == 1.5
+    assert row["arithmetic_fraction"] == 0.5
+    assert row["limit_fraction"] == 0.75  # the medians of 0.75, 0.75 and 0.75, not of one yardstick alone
+    assert row["peers"] == {}
 
 
 def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
@@ -129,8 +141,17 @@ def test_yardstick_and_peer_take_turns_with_us(make_program: MakeProgram, tmp_pa
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert Path(f"{yardstick}.asked").read_text().splitlines() == [
         line
-        for streams in ("2rw 2rw 2rw 2rw 2r", "2rw 2rw 2rw 2r", "2rw 2rw 1rw 1rw 2r", "2w 4rw 4rw 4rw 2r 2r")
-        for line in ("release", f"prepare 4096 {threads} {streams}", *["pass 5"] * 3)
+        for streams, words in (
+            ("2rw 2rw 2rw 2rw 2r", "kernel bf16 split bf16 bf16 nearest"),
+            ("2rw 2rw 2rw 2r", "kernel bf16 bf16 bf16 bf16 nearest"),
+            ("2rw 2rw 1rw 1rw 2r", "kernel bf16 split 8bit bf16 stochastic"),
+            ("2w 4rw 4rw 4rw 2r 2r", "whole bf16 fp32 fp32 bf16 nearest"),
+        )
+        for line in (
+            "release",
+            f"prepare 4096 {threads} {streams}",
+            *["pass 5", f"arithmetic {threads} {words}"] * 3,
+        )
     ]
     assert Path(f"{peer}.asked").read_text().splitlines() == [
         *["release"] * 2,
@@ -145,6 +166,17 @@ def test_yardstick_and_peer_take_turns_with_us(make_program: MakeProgram, tmp_pa
     eighth = rows["split / 8bit, stochastic"]
     assert eighth["stream_gbps"] == pytest.approx(14 * 4096 / 0.25 / 1e9)  # the yardstick moves no scales
     assert "deepspeed" not in eighth["peers"]
+
+
+def test_kernels_and_yardstick_are_held_down_together(make_program: MakeProgram, tmp_path: Path) -> None:
+    yardstick = make_program("yardstick", YARDSTICK)
+    best = choose_isa()
+    said = io.StringIO()
+    options = AdamBenchOptions(NUMEL, 1, rows=["8bit"], yardstick=yardstick, isa="plain")
+    assert bench_adam(options, Console(file=said, width=200)) == 0
+    assert Path(f"{yardstick}.asked").read_text().splitlines()[0] == "isa 0"
+    assert choose_isa(0) in said.getvalue()
+    assert choose_isa() == best
 
 
 def test_a_peer_that_fails_is_told_in_its_own_words(make_program: MakeProgram) -> None:

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import activate, find_device, is_accelerator
-from tiermem.swap.native import Workers, trim_heap
+from tiermem.swap.native import trim_heap
 from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.store import TensorStore
@@ -54,9 +54,8 @@ from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import (
     Topology,
     arrange,
-    fair_cores,
     find_topology,
-    give_fair_threads,
+    near_workers,
     paths_of_rank,
     ranks_of,
     ranks_per_node,
@@ -128,7 +127,7 @@ class Shards:
         self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node())
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
         self.store = self._open_store()
-        self.workers = Workers(give_fair_threads(), fair_cores())
+        self.workers = near_workers(self.device, self.store.arena)
         self.store.sums.use(self.workers, policy.verify)
         weakref.finalize(self, self.workers.close)  # for a model that is never closed; closing twice does nothing
         self._end_watch: Callable[[], object] = lambda: None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,9 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.policy import OffloadPolicy
-from tiermem.swap.accelerator import control_device
+from tiermem.swap.accelerator import control_device, pci_addresses
+from tiermem.swap.arena import Arena
+from tiermem.swap.native import Workers
+from tiermem.swap.nodes import SYSFS, deal_cores, node_of_cores, node_of_pci, read_nodes
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.zero.failures import Traffic, Watch
+
+logger = logging.getLogger("tiermem")
 
 # ---- a rank's place --------------------------------------------------------------------------------------------------
 #
@@ -134,26 +141,42 @@ def paths_of_rank(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
     )
 
 
-def fair_threads() -> int:
-    """The number of cores in this rank's share, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks_per_node())
-
-
-def fair_cores() -> tuple[int, ...]:
-    """The cores of this share. Ranks of a node share no core; empty when there are fewer cores than ranks."""
-    cores, share, ranks = sorted(os.sched_getaffinity(0)), fair_threads(), ranks_per_node()
-    if share * ranks > len(cores):
-        return ()
+def fair_cores(device: torch.device | None = None, sysfs: Path = SYSFS) -> tuple[int, ...]:
+    """The cores of this rank's share, near its accelerator. Ranks share no core; empty with fewer cores than ranks."""
+    ranks = ranks_per_node()
     local_rank = 0 if ranks == 1 else int(os.environ.get("LOCAL_RANK", dist.get_rank() % ranks))
-    return tuple(cores[local_rank * share : (local_rank + 1) * share])
+    addresses = pci_addresses(device or torch.device("cpu"), ranks)
+    wanted = [node_of_pci(address, sysfs) for address in addresses]
+    return deal_cores(os.sched_getaffinity(0), read_nodes(sysfs), wanted, local_rank)
 
 
-def give_fair_threads() -> int:
+def fair_threads(device: torch.device | None = None) -> int:
+    """The number of cores in this rank's share, at least one."""
+    return max(1, len(fair_cores(device)))
+
+
+def give_fair_threads(device: torch.device | None = None) -> int:
     """Sets torch's threads to the fair share (torchrun sets OMP_NUM_THREADS=1) and returns the share."""
-    threads = fair_threads()
+    threads = fair_threads(device)
     if torch.get_num_threads() != threads and ranks_per_node() > 1:
         torch.set_num_threads(threads)
     return threads
+
+
+def near_workers(device: torch.device, arena: Arena, sysfs: Path = SYSFS) -> Workers:
+    """Kernel threads on the fair share of cores. The arena's memory prefers the node that holds all of them.
+
+    Nothing is preferred on a machine of one node. A kernel may refuse it, as in some containers: then memory lies where the
+    kernel puts it. The caller closes the workers.
+    """
+    cores = fair_cores(device, sysfs)
+    node = node_of_cores(cores, read_nodes(sysfs))
+    try:
+        if node is not None:
+            arena.bind(node)
+    except OSError as error:
+        logger.info("memory is not near the cores of node %d: %s", node, error)
+    return Workers(give_fair_threads(device), cores)
 
 
 # ---- process groups for MiCS and hpZ ---------------------------------------------------------------------------------

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from tiermem.swap.native import Map, Workers, optimizer_step, store_gradient
+from tiermem.swap.native import Map, Workers, choose_isa, optimizer_step, store_gradient
 from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule, num_scales
 from tiermem.tools.bench.files import check_memory
 from tiermem.tools.bench.peers.peer_operators import MAX_NORM, SCALE, padded, whole_step
 from tiermem.tools.bench.witnesses import LineProgram, peer_program
 from tiermem.tools.machine import caption, machine_facts
-from tiermem.tools.options import AdamBenchOptions
+from tiermem.tools.options import ISAS, AdamBenchOptions
 from tiermem.tools.reports import table
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 from tiermem.zero.topology import fair_cores, fair_threads
@@ -130,8 +130,9 @@ ROWS = (
 #                 gradients of its own
 #     deepspeed   DeepSpeedCPUAdam behind peer_operators.py
 #     yardstick   tests/native/bare_stream: the same arrays, read and written in the fastest way found, and nothing else
+#     arithmetic  the same program: our kernel over arrays that stay in the first-level cache, as many parameters
 #
-# The last two are programs that are asked line by line (witnesses.py).
+# The last three are programs that are asked line by line (witnesses.py). A row is limited by the slower of the last two.
 
 PASSES = 5
 _LR, _DECAY, _BETAS, _EPS = 1e-4, 0.01, (0.9, 0.999), 1e-8
@@ -219,6 +220,9 @@ def _timers(
         programs["yardstick"].ask(line, 2, "seconds plain and streaming")
         factor = row.bytes_per_param / row.stream_bytes  # scales of 8-bit moments are no whole byte
         yield "yardstick", functools.partial(_asked, programs["yardstick"], "pass", factor)
+        words = (row.kind, row.weight, row.master, row.moments, row.grads, row.rounding)
+        line = f"arithmetic {workers.num_threads} {' '.join(words)}"
+        yield "arithmetic", lambda: programs["yardstick"].ask(line, 1, "seconds a parameter")[0] * numel
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -234,10 +238,14 @@ def bench_adam(options: AdamBenchOptions, console: Console) -> int:
     said = f"--params {options.num_params} takes up to {format_bytes(numel * held)} at once"
     check_memory(numel * held, said, "ask for fewer")
     start = time.monotonic()
-    with stopped_by_sigterm():
-        rows = measure(options, chosen, numel, console)
+    isa = choose_isa(-1 if options.isa is None else ISAS.index(options.isa))
+    try:
+        with stopped_by_sigterm():
+            rows = measure(options, chosen, numel, console)
+    finally:
+        choose_isa()
     facts = machine_facts()
-    title = f"AdamW over {numel:,} parameters, {rows[0]['threads']} threads, medians of {options.loops} loops"
+    title = f"AdamW over {numel:,} parameters, {rows[0]['threads']} threads, {isa}, medians of {options.loops} loops"
     _print_rows(rows, title, caption(facts), console)
     options.save_json(options.report(facts, start, rows=rows))
     return 0
@@ -267,6 +275,8 @@ def measure(options: AdamBenchOptions, chosen: Sequence[AdamRow], numel: int, co
         if options.yardstick is not None:
             program = str(options.yardstick)
             programs["yardstick"] = closing.enter_context(LineProgram([program], program))
+            if options.isa is not None:
+                programs["yardstick"].ask(f"isa {ISAS.index(options.isa)}", 1, "its number")
         rows = []
         for row in chosen:
             with console.status(f"measuring {row.name}"):
@@ -295,6 +305,9 @@ def row_of(row: AdamRow, numel: int, seconds: dict[str, list[float]], threads: i
     }
     own = medians.pop("tiermem")
     bare = medians.pop("yardstick", None)
+    cached = medians.pop("arithmetic", None)
+    limits = zip(*(seconds[name] for name in ("yardstick", "arithmetic") if name in seconds), strict=True)
+    of_limit = [max(limit) / our for limit, our in zip(limits, seconds["tiermem"], strict=False)]
     return {
         "name": row.name,
         **dataclasses.asdict(row),
@@ -306,17 +319,25 @@ def row_of(row: AdamRow, numel: int, seconds: dict[str, list[float]], threads: i
         "gbps": row.bytes_per_param * numel / own / 1e9,
         "stream_gbps": None if bare is None else row.bytes_per_param * numel / bare / 1e9,
         "stream_fraction": ratios.get("yardstick"),
+        "arithmetic_ns_per_param": None if cached is None else cached / numel * 1e9,
+        "arithmetic_fraction": ratios.get("arithmetic"),
+        "limit_fraction": statistics.median(of_limit) if of_limit else None,
         "peers": {name: {"ns_per_param": s / numel * 1e9, "speedup": ratios[name]} for name, s in medians.items()},
     }
 
 
 def _print_rows(rows: Sequence[dict[str, Any]], title: str, facts: str, console: Console) -> None:
-    columns = ("weight + master / moments", ">bytes", ">ns", ">GB/s", ">of the stream", ">torch ns", ">DeepSpeed ns")
-    shown = table(title, *columns, caption=facts)
+    shares = {
+        "of the stream": "stream_fraction",
+        "of its maths": "arithmetic_fraction",
+        "of the slower": "limit_fraction",
+    }
+    columns = ("weight + master / moments", ">bytes", ">ns", ">GB/s", *(f">{share}" for share in shares))
+    shown = table(title, *columns, ">torch ns", ">DeepSpeed ns", caption=facts)
     for row in rows:
-        share = "-" if row["stream_fraction"] is None else f"{row['stream_fraction']:.1%}"
+        told = ["-" if row[key] is None else f"{row[key]:.1%}" for key in shares.values()]
         peers = [row["peers"].get(name) for name in ("torch", "deepspeed")]
-        told = ["-" if each is None else f"{each['ns_per_param']:.4f} ({each['speedup']:.2f}x)" for each in peers]
-        figures = (f"{row['bytes_per_param']:.4g}", f"{row['ns_per_param']:.4f}", f"{row['gbps']:.1f}", share, *told)
+        told += ["-" if each is None else f"{each['ns_per_param']:.4f} ({each['speedup']:.2f}x)" for each in peers]
+        figures = (f"{row['bytes_per_param']:.4g}", f"{row['ns_per_param']:.4f}", f"{row['gbps']:.1f}", *told)
         shown.add_row(row["name"], *figures)
     console.print(shown)

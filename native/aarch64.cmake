@@ -1,0 +1,17 @@
+# Cross-compiles for aarch64 with Debian's compiler, and runs the tests under qemu. TIERMEM_SYSROOT names a folder with
+# liburing, libaio and Python's headers for aarch64, or is empty: the engines that need them answer -ENOSYS then.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES TIERMEM_SYSROOT)
+set(CMAKE_LIBRARY_ARCHITECTURE aarch64-linux-gnu)
+set(CMAKE_FIND_ROOT_PATH ${TIERMEM_SYSROOT} /usr/aarch64-linux-gnu)
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_CROSSCOMPILING_EMULATOR qemu-aarch64 -L /usr/aarch64-linux-gnu)
+if(TIERMEM_SYSROOT)
+  set(CMAKE_C_FLAGS_INIT "-isystem ${TIERMEM_SYSROOT}/usr/include")
+  set(CMAKE_CXX_FLAGS_INIT "-isystem ${TIERMEM_SYSROOT}/usr/include")
+endif()
