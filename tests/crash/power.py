@@ -25,6 +25,8 @@ from tiermem.swap import durable
 
 SECTOR = 512
 Loss = Literal["all", "some"]
+Names = dict[str, tuple[int, bool]]
+"""The inode of each name in a folder, and whether it is a folder."""
 
 
 class Disk:
@@ -86,10 +88,10 @@ class Disk:
             changed.write_text(json.dumps([*seen, self._hold(folder)]))
             os.replace(changed, note)
 
-    def _hold(self, folder: Path) -> dict[str, int]:
-        """The names in a folder; no other file gets the inode of one of them, whatever becomes of it."""
+    def _hold(self, folder: Path) -> Names:
+        """The names in a folder; no other file gets the inode of one of its files, whatever becomes of it."""
         names = _names_in(folder)
-        for name, inode in names.items():
+        for name, (inode, _) in names.items():
             with contextlib.suppress(FileExistsError, FileNotFoundError, PermissionError):  # a folder; gone meanwhile
                 os.link(folder / name, self._notes / f"{inode}.held")
         return names
@@ -107,13 +109,15 @@ class Disk:
     ) -> None:
         new.mkdir()
         note = self._notes / f"{inode}.names"
-        seen: list[dict[str, int]] = json.loads(note.read_text()) if note.exists() else [{}]
+        seen: list[Names] = json.loads(note.read_text()) if note.exists() else [{}]
         if old is not None:
             seen.append(_names_in(old))
         names = chance.choice(seen) if loss == "some" else seen[0]
-        for name, number in names.items():
+        for name, (number, is_folder) in names.items():
             at = found.get(number)
-            if (self._notes / f"{number}.names").exists() or (at is not None and at.is_dir()):
+            if at is not None and at.is_dir() != is_folder:  # a folder that is gone, whose inode has another use
+                at = None
+            if is_folder:
                 self._rebuild(at, number, new / name, loss, chance, found)
             else:
                 (new / name).write_bytes(self._surviving(number, at, loss, chance))
@@ -133,12 +137,12 @@ class Disk:
         return b"".join((since if chance.random() < 0.5 else padded)[at : at + SECTOR] for at in sectors)
 
 
-def _names_in(folder: Path) -> dict[str, int]:
-    return {each.name: each.inode() for each in os.scandir(folder)}
+def _names_in(folder: Path) -> Names:
+    return {each.name: (each.inode(), each.is_dir(follow_symlinks=False)) for each in os.scandir(folder)}
 
 
 def _by_inode(root: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for folder, _, _ in os.walk(root):
-        found.update({number: Path(folder) / name for name, number in _names_in(Path(folder)).items()})
+        found.update({number: Path(folder) / name for name, (number, _) in _names_in(Path(folder)).items()})
     return found
