@@ -39,6 +39,7 @@ tiermem.checkpoint.opening: verified source restore loading
 tiermem.checkpoint.interchange: foreign from_torch from_dcp from_deepspeed write export
 tiermem.forecast: rates loads steps forecast
 tiermem.engine: choice facts sharding checkpoints engine start
+tiermem.integrations: choice pretrained huggingface
 """
 ORDER = {
     line.partition(":")[0]: line.partition(":")[2].split()
@@ -317,7 +318,7 @@ def test_rooms_and_files_import_only_what_comes_before_them(house: Modules) -> N
 @pytest.mark.parametrize("package", ORDER)
 def test_order_names_what_there_is(house: Modules, package: str) -> None:
     there = {name.split(".")[package.count(".") + 1] for name in house if name.startswith(f"{package}.")}
-    assert set(ORDER[package]) - {"integrations"} == there
+    assert set(ORDER[package]) == there
 
 
 def test_library_does_not_print(house: Modules) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,22 +22,46 @@ from tiermem.zero.shards import Shards
 # ---- full weights in one file ----------------------------------------------------------------------------------------
 
 
-def save_weights(shards: Shards, path: Path, exclude_frozen: bool = False) -> None:
+class Batch(NamedTuple):
+    """Tensors of a model that are in memory together while a file is written, and what the file holds of them."""
+
+    tensors: Sequence[torch.Tensor]  # parameters and buffers
+    in_file: Sequence[WeightEntry]
+    convert: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = lambda values: values
+    """Makes the values of `in_file` from those of `tensors`."""
+
+
+Entries = Mapping[torch.Tensor, WeightEntry]
+"""The parameters and buffers of a model, and the names, shape and dtype of each in a file."""
+
+
+def one_by_one(entries: Entries) -> list[Batch]:
+    """A batch for each tensor, which the file holds as it is."""
+    return [Batch([tensor], [entry]) for tensor, entry in entries.items()]
+
+
+def save_weights(
+    shards: Shards,
+    path: Path,
+    exclude_frozen: bool = False,
+    batched: Callable[[Entries], list[Batch]] = one_by_one,
+) -> None:
     """Writes full parameters and persistent buffers to one file, with one parameter in memory at a time. Collective; blocks.
 
         rank 0    takes the disk space of `<file>.partial`, writes it, syncs it and renames it over the file
         others    take part in the gathers
 
     A file name that ends in `.safetensors` gets that format, any other name torch's (tiermem/weights.py, which also reads
-    them). Weights have the dtype that they are trained in. Rank 0 raises its error; the other ranks raise an OSError that
-    quotes it. Then no file is changed.
+    them). Weights have the dtype that they are trained in. `batched` converts them to the names and shapes of another format,
+    with one batch in memory at a time. Rank 0 raises its error; the other ranks raise an OSError that quotes it. Then no file
+    is changed.
     """
-    entries = _entries(shards, exclude_frozen)
-    writer = _Attempt(path, list(entries.values())) if shards.topology.rank == 0 else None
-    for tensor, entry in entries.items():
-        value = _value(shards, tensor)
+    batches = batched(_entries(shards, exclude_frozen))
+    writer = _Attempt(path, batches) if shards.topology.rank == 0 else None
+    for batch in batches:
+        values = [_value(shards, tensor) for tensor in batch.tensors]
         if writer is not None:
-            writer.put(entry, value)
+            writer.put(batch, values)
     error = writer.end() if writer is not None else None
     said = exchange(shards.topology, "" if error is None else str(error))[0]
     if error is not None:
@@ -79,19 +103,17 @@ def _value(shards: Shards, tensor: torch.Tensor) -> torch.Tensor:
 class _Attempt:
     """Rank 0's part of saving. It writes until an error; then it keeps the error and goes on, so that no gather hangs."""
 
-    def __init__(self, path: Path, entries: Sequence[WeightEntry]) -> None:
+    def __init__(self, path: Path, batches: Sequence[Batch]) -> None:
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
         self._file: WeightFile | None = None
         self._error: Exception | None = None
         kind = SafetensorsFile if path.suffix == ".safetensors" else TorchFile
-        self._try(lambda: self._open(kind, entries))
+        self._try(lambda: self._open(kind, [entry for batch in batches for entry in batch.in_file]))
 
-    def put(self, entry: WeightEntry, value: torch.Tensor) -> None:
-        """Writes the next entry."""
-        if self._file is not None:
-            file = self._file
-            self._try(lambda: file.put(entry, 0, value.contiguous().view(-1)))
+    def put(self, batch: Batch, values: list[torch.Tensor]) -> None:
+        """Writes the next batch."""
+        self._try(lambda: self._write(batch, values))
 
     def end(self) -> Exception | None:
         """Renames the finished file over the old one, or removes it after an error. Returns the error, if any."""
@@ -107,6 +129,11 @@ class _Attempt:
     def _open(self, kind: Callable[[Path, Sequence[WeightEntry]], WeightFile], entries: Sequence[WeightEntry]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = kind(self._partial, entries)
+
+    def _write(self, batch: Batch, values: list[torch.Tensor]) -> None:
+        assert self._file is not None
+        for entry, value in zip(batch.in_file, batch.convert(values), strict=True):
+            self._file.put(entry, 0, value.contiguous().view(-1))
 
     def _put_in_place(self) -> None:
         with open(self._partial, "rb") as file:

@@ -103,7 +103,7 @@ def choose_optimizer(
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
         given = given(params)
     if given is not None:
-        return _taken_over(given)
+        return take_over(given)
     if config.optimizer is None:
         return None
     if not params:
@@ -141,7 +141,7 @@ def _halves(model: nn.Module, group: dict[str, Any], rates: Mapping[bool, float 
     ]
 
 
-def _taken_over(given: torch.optim.Optimizer) -> OptimizerChoice:
+def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
     """Returns tiermem's optimizer of the same kind, with the groups of the user's optimizer. Raises ValueError for others."""
     for name, kind in KINDS.items():
         theirs = getattr(torch.optim, name, kind)
