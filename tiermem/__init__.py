@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tiermem.engine import Engine as Engine
     from tiermem.engine import initialize as initialize
     from tiermem.engine.sharding import shard as shard
+    from tiermem.integrations.models import from_pretrained as from_pretrained
     from tiermem.optim.classes import SGD as SGD
     from tiermem.optim.classes import Adagrad as Adagrad
     from tiermem.optim.classes import Adam as Adam
@@ -60,6 +61,7 @@ _HOMES = {
     "Shards": "tiermem.zero.shards",
     "TensorStore": "tiermem.swap.store",
     "Tier": "tiermem.swap.tier",
+    "from_pretrained": "tiermem.integrations.models",
     "init_distributed": "tiermem.zero.joining",
     "initialize": "tiermem.engine",
     "load_safetensors": "tiermem.weights",

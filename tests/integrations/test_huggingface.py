@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -269,12 +270,89 @@ def test_materialized_weights_stay_with_the_model(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(trainer.model.state_dict()), weights, rtol=0, atol=0)
 
 
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
+ON_NVME = {"device": "nvme", "pin_memory": True}
+SHARDED = {
+    "stage": 3,
+    "offload_optimizer": ON_NVME,
+    "offload_param": ON_NVME,
+    "stage3_param_persistence_threshold": "auto",
+}
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+}
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+
+
+def config_in(folder: Path, **sections: Any) -> dict[str, Any]:
+    return {**AUTO, "zero_optimization": SHARDED, "tiermem": {"paths": [str(folder)]}, **sections}
+
+
+def test_a_config_with_auto_trains_as_the_plain_trainer(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config_in(tmp_path)), "utf-8")
+    found = [train(Trainer, "llama", tmp_path, max_steps=4)]
+    found.append(train(TiermemTrainer, "llama", tmp_path, tiermem=str(file), max_steps=4))
+    assert_equal(found[1], found[0])
+
+
+def test_optimizer_and_schedule_of_a_config_are_used(tmp_path: Path) -> None:
+    config = config_in(tmp_path, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP})
+    asked = {"max_steps": 6, "warmup_steps": 3, "learning_rate": 2e-3}
+    found = train(TiermemTrainer, "llama", tmp_path, tiermem=config, **asked)
+    engine, _, _, scheduler = tiermem.initialize(
+        model=nn.Linear(2, 2),
+        config={
+            "train_batch_size": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3, "total_num_steps": 6},
+            },
+        },
+    )
+    rates = []
+    for _ in range(6):
+        rates.append(scheduler.get_last_lr()[0])
+        scheduler.step()
+    engine.close()
+    assert found.rates == pytest.approx(rates)
+
+
+def test_bf16_of_a_config_equals_a_bf16_model_with_fp32_masters(tmp_path: Path) -> None:
+    model = build("llama")
+    for param in model.parameters():
+        param.data = param.data.bfloat16()  # buffers stay in fp32
+    optimizers = (tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), None)
+    expected = train(Trainer, "llama", tmp_path, model=model, optimizers=optimizers, max_grad_norm=0.0, max_steps=4)
+    found = train(
+        TiermemTrainer, "llama", tmp_path, tiermem=config_in(tmp_path), bf16=True, max_grad_norm=0.0, max_steps=4
+    )
+    del optimizers
+    assert found.losses == expected.losses
+
+
+def test_values_that_contradict_the_training_arguments_are_listed(tmp_path: Path) -> None:
+    config = config_in(tmp_path, gradient_accumulation_steps=7, gradient_clipping=2.0, fp16={"enabled": True})
+    with pytest.raises(tiermem.config.ConfigError) as said:
+        train(TiermemTrainer, "gpt2", tmp_path, tiermem=config)
+    paths = {each.path for each in said.value.problems}
+    assert paths == {"gradient_accumulation_steps", "gradient_clipping", "fp16.enabled"}
+
+
 # ---- memory="auto" ---------------------------------------------------------------------------------------------------
 
 
 def test_auto_chooses_the_fastest_places_that_fit(tmp_path: Path) -> None:
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40)))
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(40)))
     needed = 16 * sum(param.numel() for param in model.parameters())
 
     def places(host_bytes: int) -> tuple[str, str]:

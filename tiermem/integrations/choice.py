@@ -22,7 +22,9 @@ from torch import nn
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import free_and_total, is_accelerator
 from tiermem.swap.tier import Tier
+from tiermem.zero import registry
 from tiermem.zero.plan import make_plan
+from tiermem.zero.shards import Shards
 from tiermem.zero.topology import plan_topology, ranks_per_node
 from tiermem.zero.unit import divide
 
@@ -108,6 +110,12 @@ def compute_policy(
 def with_moments(policy: OffloadPolicy, num_moments: int, keep: int | None) -> OffloadPolicy:
     """Returns a policy that makes room for these moments and keeps at least `keep` durable steps in the store's files."""
     return dataclasses.replace(policy, num_moments=num_moments, keep=max(policy.keep, keep or 1))
+
+
+def owner_of(model: nn.Module) -> Shards | None:
+    """The Shards of a sharded model, else None."""
+    owners = (registry.owner_of(param) for param in model.parameters())
+    return next((owner for owner in owners if isinstance(owner, Shards)), None)
 
 
 def free_host_bytes() -> int:

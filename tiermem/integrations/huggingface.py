@@ -19,26 +19,32 @@ and generation are the Trainer's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import AutocastKwargs
 from torch import nn
 from transformers import Trainer
 
 from tiermem.checkpoint.format.manifest import POINTER_FILE
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import Beside, save, wait
-from tiermem.engine.choice import take_over
+from tiermem.config.root import TiermemConfig
+from tiermem.engine.choice import OptimizerChoice, choose_optimizer, take_over
+from tiermem.engine.engine import cast_model
 from tiermem.engine.sharding import shard
-from tiermem.integrations.choice import AUTO, Asked, compute_policy, find_room, with_moments
+from tiermem.integrations.arguments import config_beside, hidden_size_of
+from tiermem.integrations.choice import AUTO, Asked, compute_policy, find_room, owner_of, with_moments
 from tiermem.integrations.pretrained import load_pretrained_weights, save_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
-from tiermem.zero import registry
+from tiermem.schedule import build_scheduler
 from tiermem.zero.shards import Shards
 
 logger = logging.getLogger("tiermem")
@@ -63,10 +69,13 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     """
 
     optimizer: Any
-    """As the Trainer has it: the caller's, the one that `create_optimizer` makes, or wrapped by Accelerate."""
+    lr_scheduler: Any
+    _created_lr_scheduler: Any
+    """As the Trainer has them: the caller's, those that `create_optimizer` and `create_scheduler` make, or Accelerate's wrappers."""
 
     def __init__(self, *args: Any, tiermem: Asked = AUTO, **kwargs: Any) -> None:
         self._asked = tiermem
+        self._config: TiermemConfig | None = None
         self._shards: Shards | None = None
         self._is_owner = False  # whether this trainer has sharded the model, and closes it
         super().__init__(*args, **kwargs)
@@ -98,16 +107,35 @@ class TiermemMixin(_Base):  # type: ignore[misc]
                 )
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # as transformers does for models on several devices: no DataParallel
+        if not isinstance(self._asked, OffloadPolicy) and self._asked != AUTO:
+            self._config = config_beside(self._asked, self.args, hidden_size_of(self.model))
         super().create_accelerator_and_postprocess()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Turns off autocast's cache, which keeps a copy of every weight; with a config, autocast itself."""
+        args: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        if self._config is not None:
+            args["mixed_precision"] = "no"  # the config's precision is that of the model
+        return {**args, "kwargs_handlers": [*args["kwargs_handlers"], AutocastKwargs(cache_enabled=False)]}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the model goes to the device when it is sharded, as far as its policy says."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Creates the optimizer as the class after the mixin does, then takes it over. Collective; blocks."""
-        if self._native() is None:
+        if self._native() is None and not self._has_section("optimizer"):
             super().create_optimizer(*args, **kwargs)
         return self._take_over()
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Creates the config's schedule if there is one, else as the class after the mixin does."""
+        if self.lr_scheduler is None and self._has_section("scheduler"):
+            assert not isinstance(self._asked, OffloadPolicy)
+            section = config_beside(self._asked, self.args, num_steps=num_training_steps).scheduler
+            assert section is not None
+            self.lr_scheduler, self._created_lr_scheduler = build_scheduler(section, self.optimizer), True
+            return self.lr_scheduler
+        return super().create_scheduler(num_training_steps, *args, **kwargs)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Shards the model if it is not sharded; wraps nothing. Collective; blocks."""
@@ -115,7 +143,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             return model
         if training or (self.train_dataset is not None and any(p.requires_grad for p in model.parameters())):
             if self.optimizer is None:
-                self.create_optimizer()
+                self.create_optimizer()  # evaluation before training
             self.optimizer = self.accelerator.prepare(self._take_over(), device_placement=[False])
         else:
             self._shard(is_trained=False, num_moments=0)
@@ -130,7 +158,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     def _take_over(self) -> torch.optim.Optimizer:
         """Shards the model for the trainer's optimizer, and replaces the optimizer by tiermem's of the same kind."""
         if self._native() is None:
-            choice = take_over(unwrapped(self.optimizer))
+            choice = self._choice()
             self._shard(is_trained=True, num_moments=choice.num_moments)
             self.optimizer = choice.build()
             if self.lr_scheduler is not None:
@@ -139,21 +167,35 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         found: torch.optim.Optimizer = self.optimizer
         return found
 
+    def _choice(self) -> OptimizerChoice:
+        if self._config is None or not self._has_section("optimizer"):
+            return take_over(unwrapped(self.optimizer))
+        if self.optimizer is not None:
+            raise ValueError("the config has an optimizer and the Trainer was given one: leave one of them out")
+        choice = choose_optimizer(self._config, self.model, None, None)
+        assert choice is not None
+        return choice
+
+    def _has_section(self, name: str) -> bool:
+        return self._config is not None and getattr(self._config, name) is not None
+
     def _shard(self, is_trained: bool, num_moments: int) -> None:
         found = owner_of(self.model)
         if self._shards is not None and found is not self._shards:  # the trainer has made a new model (model_init)
             self.close()
         if found is None:
             policy = self._policy(num_moments)
+            if self._config is not None:
+                cast_model(self.model, self._config)
             found, self._is_owner = shard(self.model, policy, device=self.args.device, is_trained=is_trained), True
         self._shards = found
 
     def _policy(self, num_moments: int) -> OffloadPolicy:
         keep = self.args.save_total_limit if self._keeps_newest() else None
+        if self._config is not None:
+            return with_moments(self._config.policy(), num_moments, keep)
         if isinstance(self._asked, OffloadPolicy):
             return with_moments(self._asked, num_moments, keep)
-        if self._asked != AUTO:
-            raise ValueError(f"tiermem is {self._asked!r}; allowed are an OffloadPolicy and {AUTO!r}")
         world, room = self.args.world_size, find_room(self.model, self.args.device)
         computed = compute_policy(self.model, num_moments, self.args.device, world, self.args.output_dir, room)
         return with_moments(computed, num_moments, keep)
@@ -193,8 +235,9 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         assert self._shards is not None
         folder = Path(output_dir)
         beside = Beside(engine={"global_steps": self.state.global_step})
-        save(self._shards, self._native(), folder.parent, folder.name, copy=not self._keeps_newest(), beside=beside)
-        wait(self._shards)
+        with times_kept(folder.parent):
+            save(self._shards, self._native(), folder.parent, folder.name, copy=not self._keeps_newest(), beside=beside)
+            wait(self._shards)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_FILE)
 
@@ -254,16 +297,21 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def owner_of(model: nn.Module) -> Shards | None:
-    """The Shards of a sharded model, else None."""
-    owners = (registry.owner_of(param) for param in model.parameters())
-    return next((owner for owner in owners if isinstance(owner, Shards)), None)
-
-
 def has_adapters(model: nn.Module) -> bool:
     """Whether a model has PEFT adapters, whose weights alone are saved."""
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return is_peft or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@contextlib.contextmanager
+def times_kept(folder: Path) -> Iterator[None]:
+    """A block that leaves the times of the folders in `folder`: dropping an old step changes its folder's, by which the Trainer
+    finds the oldest checkpoint."""
+    times = {each: each.stat() for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else {}
+    yield
+    for each, before in times.items():
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(each, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
