@@ -71,7 +71,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     optimizer: Any
     lr_scheduler: Any
     _created_lr_scheduler: Any
-    """As the Trainer has them: the caller's, those that `create_optimizer` and `create_scheduler` make, or Accelerate's wrappers."""
+    """As the Trainer has them: the caller's, or those that `create_optimizer` and `create_scheduler` make."""
 
     def __init__(self, *args: Any, tiermem: Asked = AUTO, **kwargs: Any) -> None:
         self._asked = tiermem
