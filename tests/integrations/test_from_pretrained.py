@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import tiermem
 from tiermem import OffloadPolicy
 from tiermem.integrations import pretrained
+from tiermem.zero import ZeroParamStatus
 
 HERE = Path(__file__).parent
 
@@ -112,3 +113,15 @@ def test_two_ranks_keep_a_half_each(tmp_path: Path) -> None:
         for name, (weights, share) in found.items():
             torch.testing.assert_close(weights, dict(build(name).state_dict()), rtol=0, atol=0)
             assert share < 0.6
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_transformers_own_from_pretrained_works_under_init(name: str, tmp_path: Path) -> None:
+    plain, policy = build(name), on_nvme(tmp_path / "nvme")
+    plain.save_pretrained(tmp_path / "saved")
+    with tiermem.zero.Init(policy=policy):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert {param.ds_status for param in model.parameters()} == {
+        ZeroParamStatus.NOT_AVAILABLE
+    }  # they rest on their tier
+    torch.testing.assert_close(weights_of(model, policy), dict(plain.state_dict()), rtol=0, atol=0)

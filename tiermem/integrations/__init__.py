@@ -6,6 +6,7 @@
     models        from_pretrained: builds a model and streams its weights to their tier
     huggingface   TiermemTrainer: transformers' Trainer, and the mixin for trainers that inherit from it
     accelerate    prepare: an Accelerator that drives a sharded model
+    as_deepspeed  answers for the modules of DeepSpeed that Hugging Face's libraries import
 
 Files in order: each imports only files before it.
 """
