@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fork_server
 import pytest
@@ -13,6 +16,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from as_deepspeed_cases import CASES, table
+from forks import free_port
 from safetensors.torch import load_file
 from trainings import Trainer, train
 from transformers import AutoModelForCausalLM
@@ -41,6 +46,67 @@ def test_a_script_with_a_deepspeed_config_trains_as_without(tmp_path: Path) -> N
     assert "No module named 'deepspeed.pipe'" in found["ImportError"]
     opened = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict())
     assert opened.keys() >= load_file(tmp_path / "plain" / "checkpoint-6" / "model.safetensors").keys()
+
+
+PAGE = HERE.parent.parent / "docs" / "as_deepspeed.md"
+NOT_RUN = "not run yet"
+
+
+def rows_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("| transformers |", "| accelerate |"))]
+
+
+def test_the_page_names_every_case_and_none_failed() -> None:
+    expected = [line.rpartition(" | passed |")[0] for line in table(CASES, ["passed"] * len(CASES))[2:]]
+    rows = rows_in(PAGE.read_text("utf-8"))
+    assert [row.rpartition(" | ")[0] for row in rows] == expected
+    assert [row for row in rows if "failed" in row] == []
+
+
+@pytest.mark.slow
+def test_every_case_gives_the_result_that_the_page_says(tmp_path: Path) -> None:
+    done = fork_server.run([str(MAIN), str(HERE / "as_deepspeed_cases.py"), str(tmp_path)], 1200, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [row for row in rows_in(PAGE.read_text("utf-8")) if NOT_RUN not in row]
+    found = rows_in(done.stdout)
+    assert [row for row in found if "failed" in row] == [], done.stderr[-20000:]
+    assert [row for row in said if row not in found] == []
+
+
+RANKS = HERE / "deepspeed_on_ranks.py"
+UNDER = ["-m", "tiermem.as_deepspeed", str(RANKS)]
+
+
+def launched(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """Runs a launcher; returns what each of two ranks wrote."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words, *UNDER, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=environment)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-20000:]
+    return [json.loads((folder / f"{rank}.json").read_text("utf-8")) for rank in range(2)]
+
+
+def assert_near(found: dict[str, Any], expected: str, *names: str) -> None:
+    for name in names:
+        for mine, theirs in zip(found[name], found[expected], strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-6, abs=1e-9), name
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_train_and_resume_as_without_deepspeed(tmp_path: Path) -> None:
+    for found in launched(tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node=2"):
+        assert_near(found, "plain", "zero2", "zero2 resumed", "zero3", "zero3 resumed")
+        assert_near(found, "plain loop", "loop 1", "loop 2", "loop 3")
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_a_deepspeed_plugin(tmp_path: Path) -> None:
+    sizes = ["--num_processes=2", "--num_machines=1", f"--main_process_port={free_port()}", "--mixed_precision=no"]
+    zero = ["--use_deepspeed", "--zero_stage=3", "--offload_optimizer_device=cpu", "--offload_param_device=cpu"]
+    steps = ["--gradient_accumulation_steps=2", "--gradient_clipping=1.0"]
+    words = ["tiermem.as_deepspeed", "-m", "accelerate.commands.launch", *sizes, *zero, *steps]
+    for found in launched(tmp_path, *words):
+        assert_near(found, "plain loop", "plugin of the launcher")
 
 
 def test_it_is_refused_after_transformers_was_imported() -> None:

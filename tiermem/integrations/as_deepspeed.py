@@ -30,8 +30,9 @@ from torch._C._distributed_c10d import HashStore
 from tiermem.config.load import read_raw
 from tiermem.engine import Engine
 from tiermem.engine.start import initialize as start
-from tiermem.optim.classes import Adagrad, AdamW, Lion
+from tiermem.optim.classes import Adagrad, Adam, AdamW, Lion
 from tiermem.swap.accelerator import backends_of, find_device
+from tiermem.zero.init import Init as ZeroInit
 from tiermem.zero.joining import hold_no_group
 from tiermem.zero.joining import init_distributed as join
 
@@ -90,38 +91,72 @@ def clone_tensors_for_torch_save(item: Any) -> Any:
     return item
 
 
+def zero_wrapper_for_fp_tensor_constructor(constructor: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same constructor: tiermem's zero.Init changes no dtype of torch.arange, for which transformers replaces this."""
+    return constructor
+
+
+class Init(ZeroInit):
+    """tiermem.zero.Init in a process group, which transformers expects inside. Collective; blocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        init_distributed()
+        super().__init__(*args, **kwargs)
+
+
 def _without_speed(params: Any) -> Any:
-    """Groups without torch's options about speed, which do not apply."""
+    """The same groups without torch's options about speed, which do not apply."""
     found = list(params)
-    if found and isinstance(found[0], dict):
-        found = [{key: each[key] for key in each if key not in ("fused", "foreach", "capturable")} for each in found]
+    for group in found:
+        for key in ("fused", "foreach", "capturable"):
+            if isinstance(group, dict):
+                group.pop(key, None)
     return found
 
 
-class DeepSpeedCPUAdam(AdamW):
-    """AdamW under DeepSpeed's arguments. Raises ValueError for adamw_mode=False: type Adam couples the decay."""
+class DeepSpeedCPUAdam:
+    """Makes tiermem.AdamW, or tiermem.Adam for adamw_mode=False, from DeepSpeed's arguments."""
 
-    def __init__(
-        self, model_params: Any, lr: float = 1e-3, bias_correction: bool = True, adamw_mode: bool = True, **kwargs: Any
-    ) -> None:
-        if not adamw_mode or not bias_correction:
-            raise ValueError("adamw_mode and bias_correction must be true; tiermem.Adam couples the weight decay")
-        kwargs.pop("fp32_optimizer_states", None)
-        super().__init__(_without_speed(model_params), lr, **kwargs)
+    def __new__(
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> Any:
+        """Raises ValueError for bias_correction=False; the policy says in which precision states are kept."""
+        if not bias_correction:
+            raise ValueError("bias_correction=False is not done: tiermem corrects the moments, as torch does")
+        kind = AdamW if adamw_mode else Adam
+        return kind(_without_speed(model_params), lr, betas, eps, weight_decay, amsgrad)
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
-    """Adagrad under DeepSpeed's arguments."""
+    """Adagrad under DeepSpeed's arguments, and adamw_mode, which Accelerate gives every optimizer."""
 
-    def __init__(self, model_params: Any, lr: float = 1e-2, **kwargs: Any) -> None:
-        super().__init__(_without_speed(model_params), lr, **kwargs)
+    def __init__(
+        self, model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, **_: Any
+    ) -> None:
+        super().__init__(_without_speed(model_params), lr, eps=eps, weight_decay=weight_decay)
 
 
 class DeepSpeedCPULion(Lion):
     """Lion under DeepSpeed's arguments."""
 
-    def __init__(self, model_params: Any, lr: float = 1e-3, **kwargs: Any) -> None:
-        super().__init__(_without_speed(model_params), lr, **kwargs)
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        **_: Any,
+    ) -> None:
+        super().__init__(_without_speed(model_params), lr, betas, weight_decay)
 
 
 # ---- the modules -------------------------------------------------------------------------------------------------------
@@ -146,11 +181,15 @@ NAMES: Mapping[str, Mapping[str, Sequence[str] | str]] = {
     "deepspeed.ops.lion": {_HERE: ("DeepSpeedCPULion",)},
     "deepspeed.runtime": {},
     "deepspeed.runtime.engine": {_HERE: ("DeepSpeedEngine",)},
-    "deepspeed.runtime.lr_schedules": {_HERE: ("VALID_LR_SCHEDULES",)},
-    "deepspeed.runtime.zero": {"tiermem.zero": _ALL},
-    "deepspeed.runtime.zero.partition_parameters": {"tiermem.zero.partition_parameters": _ALL},
+    "deepspeed.runtime.lr_schedules": {_HERE: ("VALID_LR_SCHEDULES",), "tiermem.schedule": VALID_LR_SCHEDULES},
+    "deepspeed.runtime.zero": {_HERE: ("Init",), "tiermem.zero": _ALL},
+    "deepspeed.runtime.zero.partition_parameters": {
+        _HERE: ("Init", "zero_wrapper_for_fp_tensor_constructor"),
+        "tiermem.zero.partition_parameters": _ALL,
+    },
     "deepspeed.utils": {"tiermem.utils": _ALL},
-    "deepspeed.zero": {"tiermem.zero": _ALL},
+    "deepspeed.utils.zero_to_fp32": {"tiermem.utils.zero_to_fp32": _ALL},
+    "deepspeed.zero": {_HERE: ("Init",), "tiermem.zero": _ALL},
 }
 """The modules, and the names that each takes from modules of tiermem."""
 
