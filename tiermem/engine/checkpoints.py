@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tiermem.checkpoint.format.finding import named_folder
+from tiermem.checkpoint.interchange.write import in_own_format
 from tiermem.checkpoint.opening.loading import CustomLoad, Loaded, load
 from tiermem.checkpoint.saving.saver import Beside, make_durable, save, wait
 from tiermem.engine.facts import Accumulation, EngineFacts
@@ -221,7 +223,8 @@ class EngineCheckpoints(EngineFacts):
         """Loads a checkpoint of `save_checkpoint`, on any number of ranks, stage, tiers, tile sizes, paths and precisions.
 
         Args:
-            load_dir: the folder given to `save_checkpoint`, or the folder of a tag or a run, or a manifest.
+            load_dir: the folder given to `save_checkpoint`, or the folder of a tag or a run, or a manifest; or a ZeRO-3
+                checkpoint of DeepSpeed, of which a copy is made for the time of loading.
             tag: default: the tag that `latest` names.
             load_module_strict: raises an error with both lists when only the model or only the checkpoint has a name; False:
                 warns.
@@ -242,21 +245,23 @@ class EngineCheckpoints(EngineFacts):
         self._check_here()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        loaded = load(
-            self.shards,
-            self.optimizer,
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-            allow_older=allow_older,
-            newest=newest,
-            scheduler=self.lr_scheduler if load_lr_scheduler_states else None,
-            loss_scaler=self._scaler,
-            loader=self.training_dataloader,
-        )
+        given = named_folder("load_dir", load_dir)
+        with in_own_format(self.shards.topology, given, tag) as (folder, own_tag):
+            loaded = load(
+                self.shards,
+                self.optimizer,
+                folder,
+                own_tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+                allow_older=allow_older,
+                newest=newest,
+                scheduler=self.lr_scheduler if load_lr_scheduler_states else None,
+                loss_scaler=self._scaler,
+                loader=self.training_dataloader,
+            )
         if loaded is None:
             return None, None
         self._accumulation.begin_anew()
@@ -264,7 +269,7 @@ class EngineCheckpoints(EngineFacts):
             self._count_from(loaded)
             if load_lr_scheduler_states and not loaded.has_states:
                 self._show_rates()
-        return str(loaded.path), loaded.client_state
+        return str(loaded.path if folder == given else given), loaded.client_state
 
     def _check_here(self) -> None:
         """Raises RuntimeError while the model is not on its device."""

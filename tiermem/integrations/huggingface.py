@@ -33,6 +33,8 @@ from torch import nn
 from transformers import Trainer
 
 from tiermem.checkpoint.format.manifest import POINTER_FILE
+from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
+from tiermem.checkpoint.interchange.write import in_own_format
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import Beside, save, wait
 from tiermem.config.root import TiermemConfig
@@ -249,8 +251,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     # ---- loading ---------------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Loads weights, unless the folder has a durable step: that is opened when the optimizer exists."""
-        if (Path(resume_from_checkpoint) / POINTER_FILE).is_file():
+        """Loads weights, unless the folder has a durable step or DeepSpeed's: that is opened when the optimizer exists."""
+        if (Path(resume_from_checkpoint) / POINTER_FILE).is_file() or is_deepspeed(Path(resume_from_checkpoint)):
             return
         if has_adapters(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -265,13 +267,19 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             load_weights(self.model, Path(self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Opens the durable step of a checkpoint, or the optimizer.pt that a plain Trainer wrote. Collective; blocks."""
+        """Opens the durable step of a checkpoint, DeepSpeed's, or the optimizer.pt of a plain Trainer. Collective; blocks."""
         if checkpoint is None:
             return
         folder, optimizer = Path(checkpoint), self._native()
         assert self._shards is not None and optimizer is not None
         if (folder / POINTER_FILE).is_file():
             load(self._shards, optimizer, folder)
+        elif is_deepspeed(folder):
+            own = self.lr_scheduler if self._has_section("scheduler") else None  # DeepSpeed's state fits its schedules
+            with in_own_format(self._shards.topology, folder, None) as (copy, tag):
+                load(self._shards, optimizer, copy, tag, scheduler=own)
+            if own is None and not (folder / SCHEDULER_FILE).is_file():
+                logger.warning("%s holds no %s: the schedule begins anew", folder, SCHEDULER_FILE)
         elif (folder / OPTIMIZER_FILE).is_file():
             optimizer.load_state_dict(_read(folder / OPTIMIZER_FILE))
         else:
