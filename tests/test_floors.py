@@ -24,7 +24,7 @@ KINDS = {"cuda", "xpu", "mps", "mtia", "hpu", "npu", "privateuse1", "sim"}
 """Of accelerators, as torch names them."""
 _ORDER = """
 tiermem: swap precision policy schedule config zero optim weights checkpoint forecast state_access engine integrations
-    utils tools
+    as_deepspeed utils tools
 tiermem.swap: tier ranges errors durable parts native accelerator nodes torch_step arena direct paths run_folder files queue
     passes checksum move entry resources store pipeline stream
 tiermem.config: keys base io optimizer precision zero translate root load
@@ -39,6 +39,7 @@ tiermem.checkpoint.opening: verified source restore loading
 tiermem.checkpoint.interchange: foreign from_torch from_dcp from_deepspeed write export
 tiermem.forecast: rates loads steps forecast
 tiermem.engine: choice facts sharding checkpoints engine start
+tiermem.integrations: choice arguments pretrained models huggingface accelerate as_deepspeed
 """
 ORDER = {
     line.partition(":")[0]: line.partition(":")[2].split()
@@ -317,7 +318,7 @@ def test_rooms_and_files_import_only_what_comes_before_them(house: Modules) -> N
 @pytest.mark.parametrize("package", ORDER)
 def test_order_names_what_there_is(house: Modules, package: str) -> None:
     there = {name.split(".")[package.count(".") + 1] for name in house if name.startswith(f"{package}.")}
-    assert set(ORDER[package]) - {"integrations"} == there
+    assert set(ORDER[package]) == there
 
 
 def test_library_does_not_print(house: Modules) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tiermem.engine import Engine as Engine
     from tiermem.engine import initialize as initialize
     from tiermem.engine.sharding import shard as shard
+    from tiermem.integrations.as_deepspeed import as_deepspeed as as_deepspeed
+    from tiermem.integrations.models import from_pretrained as from_pretrained
     from tiermem.optim.classes import SGD as SGD
     from tiermem.optim.classes import Adagrad as Adagrad
     from tiermem.optim.classes import Adam as Adam
@@ -60,6 +62,8 @@ _HOMES = {
     "Shards": "tiermem.zero.shards",
     "TensorStore": "tiermem.swap.store",
     "Tier": "tiermem.swap.tier",
+    "as_deepspeed": "tiermem.integrations.as_deepspeed",
+    "from_pretrained": "tiermem.integrations.models",
     "init_distributed": "tiermem.zero.joining",
     "initialize": "tiermem.engine",
     "load_safetensors": "tiermem.weights",

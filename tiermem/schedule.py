@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 _log = logging.getLogger("tiermem")
 
 WARMUP_TYPES = ("log", "linear")
+_LAST = "last_batch_iteration"  # the documented name of torch's last_epoch
 
 
 class SchedulerSection(Protocol):
@@ -41,7 +42,19 @@ class SchedulerSection(Protocol):
     def params(self) -> dict[str, Any]: ...
 
 
-class WarmupLR(LRScheduler):
+class _Documented(LRScheduler):
+    """A schedule that also continues from DeepSpeed's state of its name: {"last_batch_iteration": steps - 1}."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a state. The rates of the groups stay as they are until the next `step`, as in torch."""
+        if set(state_dict) == {_LAST}:
+            self.last_epoch = int(state_dict[_LAST]) + 1
+            self._last_lr = [float(rate) for rate in self.get_lr()]
+        else:
+            super().load_state_dict(state_dict)
+
+
+class WarmupLR(_Documented):
     """Raises each group's rate from warmup_min_lr to warmup_max_lr over warmup_num_steps steps, then holds it.
 
     `warmup_type` "log" rises with log(iteration + 1) / log(warmup_num_steps), "linear" with iteration /
@@ -95,7 +108,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - iteration) / decaying)
 
 
-class WarmupCosineLR(LRScheduler):
+class WarmupCosineLR(_Documented):
     """Raises each group's rate from warmup_min_ratio times its initial rate to that rate, then lowers it by half a cosine.
 
     The rate reaches cos_min_ratio times the initial rate at iteration total_num_steps - 1 and stays there.
@@ -131,7 +144,7 @@ class WarmupCosineLR(LRScheduler):
         return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
-class OneCycle(LRScheduler):
+class OneCycle(_Documented):
     """Raises the rate from cycle_min_lr to cycle_max_lr, lowers it again, then decays it below; momentum moves inversely.
 
     The rise takes cycle_first_step_size steps and the fall cycle_second_step_size steps (None: the same number). A stair count
@@ -211,7 +224,7 @@ class OneCycle(LRScheduler):
         return _stairs(self.rising + self.falling - self.last_epoch, self.falling, self.falling_stairs)
 
 
-class LRRangeTest(LRScheduler):
+class LRRangeTest(_Documented):
     """Raises the rate without end, to find the highest rate that still trains.
 
     The rate is lr_range_test_min_lr * (1 + lr_range_test_step_rate * steps / lr_range_test_step_size). With
@@ -241,8 +254,6 @@ class LRRangeTest(LRScheduler):
 _CLASSES = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 DOCUMENTED: Mapping[str, type[LRScheduler]] = {each.__name__: each for each in _CLASSES}
 """The five documented schedules by name."""
-
-_LAST = "last_batch_iteration"  # the documented name of torch's last_epoch
 
 
 def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:

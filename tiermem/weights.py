@@ -128,12 +128,18 @@ _MAX_HEADER_BYTES = 100 << 20
 INDEX_NAME = "model.safetensors.index.json"
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
+    """One tensor of a file."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # in the file
     num_bytes: int
+
+    def read(self, reader: FileReader) -> torch.Tensor:
+        """The tensor's values. Blocks; raises OSError."""
+        return reader.read(self.start, self.num_bytes).view(self.dtype).view(self.shape)
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -167,12 +173,16 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
         with FileReader(file) as reader, torch.no_grad():
             for stored in read_header(file):
                 if (target := targets.get(stored.name)) is not None:
-                    value = reader.read(stored.start, stored.num_bytes).view(stored.dtype).view(stored.shape)
-                    owner = registry.owner_of(target) if isinstance(target, nn.Parameter) else None
-                    if owner is not None:
-                        owner.replace(target, value)
-                    else:
-                        target.data.copy_(value)
+                    put_value(target, stored.read(reader))
+
+
+def put_value(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets a parameter, where it rests, or a buffer to a value; every rank gives the whole tensor. Collective; blocks."""
+    owner = registry.owner_of(target) if isinstance(target, nn.Parameter) else None
+    if owner is not None:
+        owner.replace(target, value)
+    else:
+        target.data.copy_(value)
 
 
 def dtype_code(dtype: torch.dtype) -> str:
@@ -194,7 +204,7 @@ def find_files(path: Path) -> list[Path]:
     return files
 
 
-def read_header(file: Path) -> list[_Stored]:
+def read_header(file: Path) -> list[Stored]:
     """Every tensor of a file, in the order of their bytes. Raises ValueError for a header that does not match the file."""
     header, base = _header_of(file)
     header.pop("__metadata__", None)
@@ -225,7 +235,7 @@ def _header_of(file: Path) -> tuple[dict[str, Any], int]:
         return _parse(file, stream.read(length)), 8 + length
 
 
-def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterator[_Stored]:
+def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterator[Stored]:
     for name, entry in header.items():
         try:
             dtype, shape = _DTYPES[entry["dtype"]], tuple(_size(n) for n in entry["shape"])
@@ -240,7 +250,7 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterat
             raise ValueError(f"{file}: {name} of shape {shape} has {last - first} bytes, not {numel * dtype.itemsize}")
         if base + last > size:
             raise ValueError(f"{file} is truncated: {name} ends at byte {base + last}, the file has {size}")
-        yield _Stored(name, dtype, shape, base + first, last - first)
+        yield Stored(name, dtype, shape, base + first, last - first)
 
 
 def names_in(index: Path) -> list[str]:

@@ -172,6 +172,23 @@ def test_an_optimizer_that_is_given_keeps_its_groups(given: str, tmp_path: Path)
     engine.close()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, tiermem.AdamW, torch.optim.SGD])
+def test_the_groups_of_a_given_optimizer_stay_those_of_both(kind: Any, tmp_path: Path) -> None:
+    model = seeded(zoo.Tower)
+    given = kind(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step))  # the user steps it
+    cfg = config("nvme", tmp_path)
+    del cfg["optimizer"]
+    engine, optim, _, _ = tiermem.initialize(model=model, optimizer=given, config=cfg)
+    schedule.step()
+    assert optim is not given and engine.get_lr() == [5e-3]
+    given.param_groups[0]["lr"] = 0.0
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    run(engine)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    engine.close()
+
+
 def test_a_scheduler_that_is_given_steps_with_the_engine(tmp_path: Path) -> None:
     factory = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     cfg = config("cpu", tmp_path, gradient_accumulation_steps=2)

@@ -250,6 +250,16 @@ def test_schedule_begins_where_last_batch_iteration_says(name: str, params: dict
     assert rates(build_scheduler(section, adam()), 8) == pytest.approx(whole[4:])
 
 
+@pytest.mark.parametrize(("name", "params"), CASES)
+def test_schedule_continues_from_the_state_that_deepspeed_saves(name: str, params: dict[str, Any]) -> None:
+    section = SchedulerConfig(type=name, params=params)
+    whole = rates(build_scheduler(section, adam()), 12)
+    resumed = build_scheduler(section, adam())
+    resumed.load_state_dict({"last_batch_iteration": 3})  # saved after four steps
+    assert resumed.get_last_lr() == pytest.approx([whole[4]])
+    assert rates(resumed, 8)[1:] == pytest.approx(whole[5:])
+
+
 def test_schedule_of_torch_is_built_by_its_name() -> None:
     schedule = build_scheduler(SchedulerConfig(type="StepLR", params={"step_size": 2, "gamma": 0.1}), adam(lr=1.0))
     assert rates(schedule, 3) == pytest.approx([1.0, 1.0, 0.1])

@@ -151,6 +151,15 @@ def test_a_finished_module_is_converted(tmp_path: Path) -> None:
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+def test_a_parameter_without_dimensions_is_kept(tmp_path: Path) -> None:
+    with Init(policy=policy_at(Tier.NVME, tmp_path)):
+        model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.5))})
+        assert model["scale"].item() == 2.5
+    assert model["scale"].shape == () and torch.isnan(model["scale"])
+    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path)):
+        assert model.state_dict()["scale"] == 2.5
+
+
 def test_disabled_context_does_nothing(tmp_path: Path) -> None:
     for builder in (
         Init(policy=policy_at(Tier.NVME, tmp_path), enabled=False),

@@ -28,6 +28,7 @@ INERT: Mapping[str, str] = MappingProxyType(
         "activation_checkpointing": "activations are checkpointed by the model (torch.utils.checkpoint), not by a "
         "config; remove the section",
         "autotuning": "use `tiermem tune` and `tiermem plan`; remove the section",
+        "comms_config": "it is the logger's section in some programs that write configs; remove the section",
         "comms_logger": "collectives are counted (Shards.topology.traffic) but not timed; use torch.profiler",
         "load_universal_checkpoint": "what is saved opens on any number of ranks without it; remove the key",
         "use_node_local_storage": "what is saved lies in the file or folder you name; remove the key",
@@ -39,7 +40,7 @@ INERT: Mapping[str, str] = MappingProxyType(
         "log_level": 'set it with logging.getLogger("tiermem").setLevel; remove the key',
         "eigenvalue": "eigenvalues are not computed; remove the section",
         **dict.fromkeys(
-            ("tensorboard", "wandb", "comet", "csv_monitor"),
+            ("tensorboard", "wandb", "comet", "csv_monitor", "monitor_config"),
             "monitors are not started for you; log from the training loop and remove the section",
         ),
     }

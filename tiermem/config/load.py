@@ -28,7 +28,7 @@ def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConf
     """
     if isinstance(config, TiermemConfig):
         return config
-    raw, source = _read(config)
+    raw, source = read_raw(config)
     try:
         read = TiermemConfig.model_validate(raw)
     except pydantic.ValidationError as error:
@@ -56,7 +56,7 @@ def resolve_auto(config: TiermemConfig, hidden_size: int) -> TiermemConfig:
     return config.model_copy(update={"zero_optimization": zero.model_copy(update=auto)}) if auto else config
 
 
-def _read(given: Given) -> tuple[dict[str, Any], str]:
+def read_raw(given: Given) -> tuple[dict[str, Any], str]:
     """A mapping, or a JSON text or file, as a dict, and where it comes from. Raises ConfigError and OSError."""
     if isinstance(given, Mapping):
         return dict(given), "the config"
@@ -129,7 +129,7 @@ def with_tuned(config: Given, tuned: Given) -> dict[str, Any]:
     the values of the result, not this function. Raises OSError; ValueError for a file that is no JSON object or has keys that
     `tiermem tune` does not write.
     """
-    (merged, _), (found, source) = read = _read(config), _read(tuned)
+    (merged, _), (found, source) = read = read_raw(config), read_raw(tuned)
     for content, where in read:
         for key in _KEYS:
             if not isinstance(content.get(key, {}), Mapping):

@@ -263,6 +263,10 @@ class TiermemConfig(ConfigModel):
             warnings.warn(f"of the config, this does nothing here: {said}. tiermem.strict refuses it", stacklevel=2)
         return {k: v for k, v in raw.items() if k not in RECOGNISED or (k in asked and k not in inert)}
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """A top-level key's value as JSON holds it, as from a dict; tools that expect one call it."""
+        return self.model_dump(mode="json").get(key, default)
+
     @property
     def auto_keys(self) -> frozenset[str]:
         """Dotted paths whose value was "auto"."""

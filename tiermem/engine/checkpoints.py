@@ -6,11 +6,13 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tiermem.checkpoint.format.finding import named_folder
+from tiermem.checkpoint.interchange.write import in_own_format
 from tiermem.checkpoint.opening.loading import CustomLoad, Loaded, load
 from tiermem.checkpoint.saving.saver import Beside, make_durable, save, wait
 from tiermem.engine.facts import Accumulation, EngineFacts
@@ -22,22 +24,46 @@ from tiermem.zero.shards import Shards
 # ---- full weights in one file ----------------------------------------------------------------------------------------
 
 
-def save_weights(shards: Shards, path: Path, exclude_frozen: bool = False) -> None:
+class Batch(NamedTuple):
+    """Tensors of a model that are in memory together while a file is written, and what the file holds of them."""
+
+    tensors: Sequence[torch.Tensor]  # parameters and buffers
+    in_file: Sequence[WeightEntry]
+    convert: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = lambda values: values
+    """Makes the values of `in_file` from those of `tensors`."""
+
+
+Entries = Mapping[torch.Tensor, WeightEntry]
+"""The parameters and buffers of a model, and the names, shape and dtype of each in a file."""
+
+
+def one_by_one(entries: Entries) -> list[Batch]:
+    """A batch for each tensor, which the file holds as it is."""
+    return [Batch([tensor], [entry]) for tensor, entry in entries.items()]
+
+
+def save_weights(
+    shards: Shards,
+    path: Path,
+    exclude_frozen: bool = False,
+    batched: Callable[[Entries], list[Batch]] = one_by_one,
+) -> None:
     """Writes full parameters and persistent buffers to one file, with one parameter in memory at a time. Collective; blocks.
 
         rank 0    takes the disk space of `<file>.partial`, writes it, syncs it and renames it over the file
         others    take part in the gathers
 
     A file name that ends in `.safetensors` gets that format, any other name torch's (tiermem/weights.py, which also reads
-    them). Weights have the dtype that they are trained in. Rank 0 raises its error; the other ranks raise an OSError that
-    quotes it. Then no file is changed.
+    them). Weights have the dtype that they are trained in. `batched` converts them to the names and shapes of another format,
+    with one batch in memory at a time. Rank 0 raises its error; the other ranks raise an OSError that quotes it. Then no file
+    is changed.
     """
-    entries = _entries(shards, exclude_frozen)
-    writer = _Attempt(path, list(entries.values())) if shards.topology.rank == 0 else None
-    for tensor, entry in entries.items():
-        value = _value(shards, tensor)
+    batches = batched(_entries(shards, exclude_frozen))
+    writer = _Attempt(path, batches) if shards.topology.rank == 0 else None
+    for batch in batches:
+        values = [_value(shards, tensor) for tensor in batch.tensors]
         if writer is not None:
-            writer.put(entry, value)
+            writer.put(batch, values)
     error = writer.end() if writer is not None else None
     said = exchange(shards.topology, "" if error is None else str(error))[0]
     if error is not None:
@@ -79,19 +105,17 @@ def _value(shards: Shards, tensor: torch.Tensor) -> torch.Tensor:
 class _Attempt:
     """Rank 0's part of saving. It writes until an error; then it keeps the error and goes on, so that no gather hangs."""
 
-    def __init__(self, path: Path, entries: Sequence[WeightEntry]) -> None:
+    def __init__(self, path: Path, batches: Sequence[Batch]) -> None:
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
         self._file: WeightFile | None = None
         self._error: Exception | None = None
         kind = SafetensorsFile if path.suffix == ".safetensors" else TorchFile
-        self._try(lambda: self._open(kind, entries))
+        self._try(lambda: self._open(kind, [entry for batch in batches for entry in batch.in_file]))
 
-    def put(self, entry: WeightEntry, value: torch.Tensor) -> None:
-        """Writes the next entry."""
-        if self._file is not None:
-            file = self._file
-            self._try(lambda: file.put(entry, 0, value.contiguous().view(-1)))
+    def put(self, batch: Batch, values: list[torch.Tensor]) -> None:
+        """Writes the next batch."""
+        self._try(lambda: self._write(batch, values))
 
     def end(self) -> Exception | None:
         """Renames the finished file over the old one, or removes it after an error. Returns the error, if any."""
@@ -107,6 +131,11 @@ class _Attempt:
     def _open(self, kind: Callable[[Path, Sequence[WeightEntry]], WeightFile], entries: Sequence[WeightEntry]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = kind(self._partial, entries)
+
+    def _write(self, batch: Batch, values: list[torch.Tensor]) -> None:
+        assert self._file is not None
+        for entry, value in zip(batch.in_file, batch.convert(values), strict=True):
+            self._file.put(entry, 0, value.contiguous().view(-1))
 
     def _put_in_place(self) -> None:
         with open(self._partial, "rb") as file:
@@ -194,7 +223,8 @@ class EngineCheckpoints(EngineFacts):
         """Loads a checkpoint of `save_checkpoint`, on any number of ranks, stage, tiers, tile sizes, paths and precisions.
 
         Args:
-            load_dir: the folder given to `save_checkpoint`, or the folder of a tag or a run, or a manifest.
+            load_dir: the folder given to `save_checkpoint`, or the folder of a tag or a run, or a manifest; or a ZeRO-3
+                checkpoint of DeepSpeed, of which a copy is made for the time of loading.
             tag: default: the tag that `latest` names.
             load_module_strict: raises an error with both lists when only the model or only the checkpoint has a name; False:
                 warns.
@@ -215,21 +245,23 @@ class EngineCheckpoints(EngineFacts):
         self._check_here()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        loaded = load(
-            self.shards,
-            self.optimizer,
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-            allow_older=allow_older,
-            newest=newest,
-            scheduler=self.lr_scheduler if load_lr_scheduler_states else None,
-            loss_scaler=self._scaler,
-            loader=self.training_dataloader,
-        )
+        given = named_folder("load_dir", load_dir)
+        with in_own_format(self.shards.topology, given, tag) as (folder, own_tag):
+            loaded = load(
+                self.shards,
+                self.optimizer,
+                folder,
+                own_tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+                allow_older=allow_older,
+                newest=newest,
+                scheduler=self.lr_scheduler if load_lr_scheduler_states else None,
+                loss_scaler=self._scaler,
+                loader=self.training_dataloader,
+            )
         if loaded is None:
             return None, None
         self._accumulation.begin_anew()
@@ -237,7 +269,7 @@ class EngineCheckpoints(EngineFacts):
             self._count_from(loaded)
             if load_lr_scheduler_states and not loaded.has_states:
                 self._show_rates()
-        return str(loaded.path), loaded.client_state
+        return str(loaded.path if folder == given else given), loaded.client_state
 
     def _check_here(self) -> None:
         """Raises RuntimeError while the model is not on its device."""

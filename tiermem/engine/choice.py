@@ -32,7 +32,8 @@ _NO_MATRIX = ("embed", "lm_head")  # in a parameter's name: Muon leaves these to
 class OptimizerChoice(NamedTuple):
     """An optimizer that is chosen before its parameters are sharded and built afterwards.
 
-        the user's optimizer    tiermem's or torch's: its groups and settings are kept, tiermem computes the step
+        the user's optimizer    tiermem's or torch's: its groups and settings are kept, tiermem computes the step. The groups
+                                are those of both from then on: a schedule of the user's optimizer sets tiermem's rates
         the user's function     is called with the parameters; the optimizer that it returns is treated in the same way
         the config's section    type and params
         none of them            the engine is for inference
@@ -44,6 +45,7 @@ class OptimizerChoice(NamedTuple):
     name: str  # a key of KINDS
     groups: Sequence[dict[str, Any]]
     defaults: Mapping[str, Any]  # settings that a group does not set itself
+    shown: Sequence[dict[str, Any]] = ()  # the groups of the user's optimizer
 
     @property
     def num_moments(self) -> int:
@@ -67,7 +69,10 @@ class OptimizerChoice(NamedTuple):
 
     def build(self) -> NativeOptimizer:
         """Builds the optimizer and the states of its sharded parameters. Raises ValueError for settings out of range."""
-        return KINDS[self.name](self.groups, **self.defaults)
+        for group, shown in zip(self.groups, self.shown, strict=False):
+            shown.clear()
+            shown.update(group)
+        return KINDS[self.name](self.shown or self.groups, **self.defaults)
 
     def warn_of_stalling(self, precision: Precision) -> None:
         """Warns when a bf16 second moment is rounded to nearest and a step's decay is too small to survive that rounding."""
@@ -103,7 +108,7 @@ def choose_optimizer(
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
         given = given(params)
     if given is not None:
-        return _taken_over(given)
+        return take_over(given)
     if config.optimizer is None:
         return None
     if not params:
@@ -141,12 +146,13 @@ def _halves(model: nn.Module, group: dict[str, Any], rates: Mapping[bool, float 
     ]
 
 
-def _taken_over(given: torch.optim.Optimizer) -> OptimizerChoice:
+def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
     """Returns tiermem's optimizer of the same kind, with the groups of the user's optimizer. Raises ValueError for others."""
     for name, kind in KINDS.items():
         theirs = getattr(torch.optim, name, kind)
         if isinstance(given, (kind, theirs)):
-            return OptimizerChoice(name, [_group_for(kind, group) for group in given.param_groups], {})
+            groups = given.param_groups
+            return OptimizerChoice(name, [_group_for(kind, group) for group in groups], {}, groups)
     names = [name for name in KINDS if hasattr(torch.optim, name)]
     raise ValueError(
         f"{type(given).__name__} cannot step states that rest on tiers; allowed are {', '.join(KINDS)} of tiermem, and "

@@ -255,7 +255,7 @@ class Muon(NativeOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch. In a group with use_muon=False `eps` is AdamW's."""
         if not param_group.get("use_muon", self.defaults["use_muon"]) and "eps" in param_group:
-            param_group = {**param_group, "adam_eps": param_group["eps"]}
+            param_group["adam_eps"] = param_group["eps"]
         super().add_param_group(param_group)
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:

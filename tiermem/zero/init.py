@@ -58,7 +58,8 @@ class Init:
             model = MyLargeModel()
 
     When a module is assigned to its parent, its parameters are partitioned: each rank keeps its part, and the parameter shows
-    NaN (init_params.py). The root's parameters are partitioned when Init exits. Code that uses a parameter afterwards (weight
+    NaN (init_params.py). The root's parameters are partitioned when Init exits; a parameter on the meta device, when another
+    takes its place. Code that uses a parameter afterwards (weight
     initialisation by a library, tied weights, `Module.apply`) finds its values: inside Init a TorchFunctionMode sees torch's
     calls on parameters and brings the values back before the call. A bounded cache holds them; the oldest leave first.
 
@@ -210,12 +211,15 @@ class Init:
         return tuple(numbers)
 
     def _appears(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if _innermost() is self._mode:
+        if _innermost() is self._mode and self._built is not None:
             self._seen[module] = None
+            before = module._parameters.get(name)
+            if before is not None and before.is_meta and param is not None and not param.is_meta:  # a library fills it
+                self._built.admit_new([param])
 
     def _stands(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         if module is not None and self._built is not None and _innermost() is self._mode:
-            self._built.admit_new(module.parameters())
+            self._built.admit_new(param for param in module.parameters() if not param.is_meta)
 
 
 def shutdown_init_context() -> None:

@@ -26,6 +26,8 @@ from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory, write_data
 from tiermem.checkpoint.saving.publish import Content, manifest_of, write_latest, write_part
 from tiermem.swap import durable
+from tiermem.zero.collectives import exchange
+from tiermem.zero.topology import Topology
 
 # ---- reading a checkpoint of any known system ------------------------------------------------------------------------
 
@@ -75,6 +77,36 @@ def _is_ours(path: Path, tag: str | None) -> bool:
     except (NothingSaved, ValueError):
         return False
 
+
+@contextlib.contextmanager
+def in_own_format(topology: Topology, load_dir: Path, tag: str | None) -> Iterator[tuple[Path, str | None]]:
+    """Yields the folder and the tag that `load` opens: those given, or of a DeepSpeed checkpoint a copy, removed afterwards.
+
+    Rank 0 writes the copy into load_dir, which takes as much disk space as the checkpoint. Collective; blocks. Raises the
+    errors of `read_foreign` and `write_checkpoint`: on the other ranks a ValueError that quotes rank 0's.
+    """
+    if not is_deepspeed(load_dir if tag is None else load_dir / tag):
+        yield load_dir, tag
+        return
+    made, error = load_dir / _COPY, None
+    try:
+        if topology.rank == 0:
+            try:
+                shutil.rmtree(made, ignore_errors=True)  # of a process that was killed
+                write_checkpoint(read_foreign(load_dir, tag), made)
+            except (ValueError, OSError) as found:
+                error = found
+        said = exchange(topology, "" if error is None else str(error))[0]
+        if error is not None or said:
+            raise error or ValueError(f"rank 0 could not read the DeepSpeed checkpoint {load_dir}: {said}")
+        yield made, None
+        exchange(topology, "")  # every rank has read
+    finally:
+        if topology.rank == 0:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+_COPY = "tiermem-copy"
 
 # ---- scalars ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,59 @@
+"""Does an Accelerator drive a sharded model as it drives a plain one: losses, norms, rates, states saved and loaded?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerated import run
+from launch import launch
+from torch import nn
+
+from tiermem.integrations.accelerate import prepare
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def accelerator() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def assert_equal(found: dict[str, list[float]]) -> None:
+    plain = found.pop("plain")
+    for name, values in found.items():
+        assert values == pytest.approx(plain[-len(values) :], rel=1e-6), name
+        assert len(values) == (5 if "resumed" in name else len(plain))
+
+
+def test_losses_norms_and_rates_equal_plain_ones_also_when_loaded(tmp_path: Path) -> None:
+    assert_equal(run(tmp_path))
+    files = {each.name for each in (tmp_path / "sharded").iterdir()}
+    assert "tiermem" in files and not any("safetensors" in name for name in files)
+    assert (tmp_path / "sharded" / "optimizer.bin").stat().st_size < 5000
+
+
+def test_two_ranks_equal_ddp(tmp_path: Path) -> None:
+    for folder in ("out", "work"):
+        (tmp_path / folder).mkdir()
+    for found in launch(HERE / "accelerated.py", 2, tmp_path / "out", str(tmp_path / "work")):
+        assert_equal(found)
+
+
+def test_several_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 models; give one"):
+        prepare(Accelerator(cpu=True), nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def test_an_optimizer_that_cannot_be_taken_over_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="cannot step states"):
+        prepare(Accelerator(cpu=True), model, torch.optim.RMSprop(model.parameters()))

@@ -1,0 +1,121 @@
+"""Does a script that uses DeepSpeed through transformers and accelerate train, save and resume with tiermem answering?"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fork_server
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from as_deepspeed_cases import CASES, table
+from forks import free_port
+from safetensors.torch import load_file
+from trainings import Trainer, train
+from transformers import AutoModelForCausalLM
+
+import tiermem
+from tiermem.integrations.as_deepspeed import main
+
+HERE = Path(__file__).parent
+MAIN = HERE.parent.parent / "tiermem" / "as_deepspeed.py"
+
+
+def test_a_script_with_a_deepspeed_config_trains_as_without(tmp_path: Path) -> None:
+    done = fork_server.run([str(MAIN), str(HERE / "deepspeed_script.py"), str(tmp_path)], 400, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "logs.json").read_text("utf-8"))
+    asked = {"max_steps": 6, "warmup_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    plain = train(Trainer, "llama", tmp_path / "expected", **asked)
+    for name in ("Trainer's optimizer", "resumed"):
+        for mine, theirs in zip(zip(*found[name], strict=True), plain[:3], strict=True):
+            assert list(mine) == pytest.approx(theirs, rel=1e-6, abs=1e-9), name
+    rates = [rate for _, _, rate in found["config's optimizer"]]
+    assert rates[-1] == pytest.approx(1e-3) and rates == sorted(
+        rates
+    )  # WarmupLR stays, the Trainer's own schedule falls
+    assert "deepspeed.moe is not one of the names" in found["AttributeError"]
+    assert "No module named 'deepspeed.pipe'" in found["ImportError"]
+    opened = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict())
+    assert opened.keys() >= load_file(tmp_path / "plain" / "checkpoint-6" / "model.safetensors").keys()
+
+
+PAGE = HERE.parent.parent / "docs" / "as_deepspeed.md"
+NOT_RUN = "not run yet"
+
+
+def rows_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("| transformers |", "| accelerate |"))]
+
+
+def test_the_page_names_every_case_and_none_failed() -> None:
+    expected = [line.rpartition(" | passed |")[0] for line in table(CASES, ["passed"] * len(CASES))[2:]]
+    rows = rows_in(PAGE.read_text("utf-8"))
+    assert [row.rpartition(" | ")[0] for row in rows] == expected
+    assert [row for row in rows if "failed" in row] == []
+
+
+@pytest.mark.slow
+def test_every_case_gives_the_result_that_the_page_says(tmp_path: Path) -> None:
+    done = fork_server.run([str(MAIN), str(HERE / "as_deepspeed_cases.py"), str(tmp_path)], 1200, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [row for row in rows_in(PAGE.read_text("utf-8")) if NOT_RUN not in row]
+    found = rows_in(done.stdout)
+    assert [row for row in found if "failed" in row] == [], done.stderr[-20000:]
+    assert [row for row in said if row not in found] == []
+
+
+RANKS = HERE / "deepspeed_on_ranks.py"
+UNDER = ["-m", "tiermem.as_deepspeed", str(RANKS)]
+
+
+def launched(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """Runs a launcher; returns what each of two ranks wrote."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words, *UNDER, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=environment)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-20000:]
+    return [json.loads((folder / f"{rank}.json").read_text("utf-8")) for rank in range(2)]
+
+
+def assert_near(found: dict[str, Any], expected: str, *names: str) -> None:
+    for name in names:
+        for mine, theirs in zip(found[name], found[expected], strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-6, abs=1e-9), name
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_train_and_resume_as_without_deepspeed(tmp_path: Path) -> None:
+    for found in launched(tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node=2"):
+        assert_near(found, "plain", "zero2", "zero2 resumed", "zero3", "zero3 resumed")
+        assert_near(found, "plain loop", "loop 1", "loop 2", "loop 3")
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_a_deepspeed_plugin(tmp_path: Path) -> None:
+    sizes = ["--num_processes=2", "--num_machines=1", f"--main_process_port={free_port()}", "--mixed_precision=no"]
+    zero = ["--use_deepspeed", "--zero_stage=3", "--offload_optimizer_device=cpu", "--offload_param_device=cpu"]
+    steps = ["--gradient_accumulation_steps=2", "--gradient_clipping=1.0"]
+    words = ["tiermem.as_deepspeed", "-m", "accelerate.commands.launch", *sizes, *zero, *steps]
+    for found in launched(tmp_path, *words):
+        assert_near(found, "plain loop", "plugin of the launcher")
+
+
+def test_it_is_refused_after_transformers_was_imported() -> None:
+    with pytest.raises(RuntimeError, match=r"after transformers was imported: call it before"):
+        tiermem.as_deepspeed()
+    assert importlib.util.find_spec("deepspeed") is None
+
+
+def test_a_script_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["as_deepspeed"])
+    with pytest.raises(SystemExit, match=r"usage: python -m tiermem.as_deepspeed SCRIPT"):
+        main()

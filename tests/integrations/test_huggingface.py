@@ -1,0 +1,368 @@
+"""Does TiermemTrainer train as transformers' Trainer does: to the same losses, with its callbacks, from its checkpoints?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from launch import launch
+from safetensors.torch import load_file
+from tiny_models import MODELS, build, samples
+from torch import nn
+from trainings import (
+    Contrastive,
+    TiermemContrastive,
+    TiermemTrainer,
+    Trainer,
+    arguments,
+    assert_equal,
+    closing,
+    log_of,
+    on_nvme,
+    train,
+    trainer_of,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+)
+
+import tiermem
+from tiermem import OffloadPolicy
+from tiermem.integrations import choice
+
+HERE = Path(__file__).parent
+SAVES = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
+
+
+def kinds_of(name: str) -> tuple[type[Trainer], type[Trainer]]:
+    return (Contrastive, TiermemContrastive) if name == "clip" else (Trainer, TiermemTrainer)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_equal_the_plain_trainers_also_when_resumed(name: str, tmp_path: Path) -> None:
+    plain, sharded = kinds_of(name)
+    saves = SAVES if name != "clip" else {"save_strategy": "steps", "save_steps": 5}
+    expected = train(plain, name, tmp_path / "plain", **saves)
+    ours = tmp_path / "ours"
+    assert_equal(train(sharded, name, ours, tiermem=on_nvme(tmp_path / "nvme"), **saves), expected)
+    assert_equal(train(sharded, name, ours, str(ours / "checkpoint-5"), tiermem=OffloadPolicy(), **saves), expected)
+    assert_equal(train(sharded, name, ours, str(tmp_path / "plain" / "checkpoint-5"), **saves), expected)
+    files, theirs = ({each.name for each in (tmp_path / kind / "checkpoint-5").iterdir()} for kind in ("ours", "plain"))
+    assert theirs - files == {"optimizer.pt"}
+    assert all(each.startswith(("tiermem", "manifest-", "part-", "data-")) for each in files - theirs)
+    mine, other = (load_file(tmp_path / kind / "checkpoint-10" / "model.safetensors") for kind in ("ours", "plain"))
+    torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)  # a step of Adam is 1e-3
+
+
+@pytest.mark.parametrize(
+    "names", [("gpt2",), pytest.param(("llama", "mixtral", "t5", "vit", "whisper"), marks=pytest.mark.slow)]
+)
+def test_losses_equal_those_of_two_ranks_under_ddp(names: tuple[str, ...], tmp_path: Path) -> None:
+    for folder in ("out", "work"):
+        (tmp_path / folder).mkdir()
+    for found in launch(HERE / "trainings_on_ranks.py", 2, tmp_path / "out", str(tmp_path / "work"), *names):
+        for expected, runs in found.values():
+            for log in runs.values():
+                assert_equal(log, expected)
+
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_torch_are_taken_over(name: str, tmp_path: Path) -> None:
+    kind, settings = OPTIMIZERS[name]
+    found = []
+    for trainer in (Trainer, TiermemTrainer):
+        model = build("gpt2")
+        optimizers = (kind(model.parameters(), lr=1e-3, **settings), None)
+        found.append(train(trainer, "gpt2", tmp_path, model=model, optimizers=optimizers, max_steps=4))
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", [tiermem.Lion, tiermem.Muon])
+def test_own_optimizers_train_and_resume(kind: Any, tmp_path: Path) -> None:
+    def run(folder: Path, resume: str | None = None) -> Any:
+        model = build("gpt2")
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim == 2]},
+            {"params": [p for p in model.parameters() if p.ndim != 2]},
+        ]
+        if kind is tiermem.Muon:
+            groups[1]["use_muon"] = False  # type: ignore[assignment]
+        return train(
+            TiermemTrainer,
+            "gpt2",
+            folder,
+            resume,
+            model=model,
+            optimizers=(kind(groups, lr=1e-3), None),
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+        )
+
+    whole = run(tmp_path)
+    assert whole.losses[-1] < whole.losses[0]
+    assert run(tmp_path, str(tmp_path / "checkpoint-2")) == whole
+
+
+class Own(Trainer):
+    """A user's trainer with groups and an optimizer of its own."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD([{"params": [p], "lr": 1e-2} for p in self.model.parameters()])
+        return self.optimizer
+
+
+class OwnSharded(TiermemTrainer.mixin, Own):
+    """The same, sharded."""
+
+
+def test_a_users_trainer_takes_the_mixin(tmp_path: Path) -> None:
+    found = [train(kind, "gpt2", tmp_path, max_steps=4) for kind in (Own, OwnSharded)]
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"bf16": True},
+        {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0},
+        {"num_train_epochs": 1, "max_steps": -1, "gradient_accumulation_steps": 3},
+        {"activation_checkpointing": True},
+        {"neftune_noise_alpha": 0.1},
+    ],
+    ids=str,
+)
+def test_arguments_of_the_trainer_act_as_in_the_plain_one(given: dict[str, Any], tmp_path: Path) -> None:
+    found = [train(kind, "llama", tmp_path, **{"max_steps": 4, **given}) for kind in (Trainer, TiermemTrainer)]
+    assert_equal(found[1], found[0])
+
+
+class Worse(TrainerCallback):
+    """Makes the evaluations after the first worse, so that the first stays the best."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        metrics["eval_loss"] = float(state.global_step)
+
+
+@pytest.mark.parametrize("limit", [1, None])
+def test_the_best_model_is_loaded_and_training_stops_early(limit: int | None, tmp_path: Path) -> None:
+    asked = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    asked |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": limit}
+    weights, steps = [], []
+    for kind in (Trainer, TiermemTrainer):
+        callbacks = [Worse(), EarlyStoppingCallback(2)]
+        with closing(trainer_of(kind, "gpt2", tmp_path / kind.__name__, asked, callbacks=callbacks)) as trainer:
+            trainer.train()
+            steps.append(trainer.state.global_step)
+            weights.append({name: each.clone() for name, each in trainer.model.state_dict().items()})
+            assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert steps == [6, 6]
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
+    left = [
+        sorted(each.name for each in (tmp_path / kind).glob("checkpoint-*")) for kind in ("Trainer", "TiermemTrainer")
+    ]
+    assert left[0] == left[1]
+    train(TiermemTrainer, "gpt2", tmp_path / "again", str(tmp_path / "TiermemTrainer" / "checkpoint-2"), max_steps=3)
+
+
+def test_save_total_limit_keeps_checkpoints_in_the_files_of_the_run(tmp_path: Path) -> None:
+    policy = on_nvme(tmp_path / "nvme")
+    asked = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    whole = train(TiermemTrainer, "gpt2", tmp_path / "out", tiermem=policy, **asked)
+    left = sorted(each.name for each in (tmp_path / "out").glob("checkpoint-*"))
+    assert left == ["checkpoint-10", "checkpoint-8"]
+    assert not list((tmp_path / "out").rglob("data-*"))  # nothing is copied
+    again = train(
+        TiermemTrainer, "gpt2", tmp_path / "out", str(tmp_path / "out" / "checkpoint-8"), tiermem=policy, **asked
+    )
+    assert again == whole
+
+
+def test_no_checkpoint_makes_a_state_dict_of_the_model(tmp_path: Path) -> None:
+    model = build("gpt2")
+    counted: list[int] = []
+    model.register_state_dict_pre_hook(lambda *_: counted.append(1))
+    train(TiermemTrainer, "gpt2", tmp_path, model=model, max_steps=2, save_strategy="steps", save_steps=1)
+    assert not counted
+
+
+def test_what_is_saved_opens_as_a_pretrained_model(tmp_path: Path) -> None:
+    with closing(
+        trainer_of(TiermemTrainer, "llama", tmp_path, {"max_steps": 2}, tiermem=on_nvme(tmp_path / "nvme"))
+    ) as trainer:
+        trainer.train()
+        trainer.save_model()
+        weights = {name: each.clone() for name, each in trainer.model.state_dict().items()}
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(dict(opened.state_dict()), weights, rtol=0, atol=0)
+
+
+def test_generation_in_an_evaluation_gives_the_plain_models_tokens(tmp_path: Path) -> None:
+    class Sharded(TiermemTrainer.mixin, Seq2SeqTrainer):
+        pass
+
+    found = []
+    for kind in (Seq2SeqTrainer, Sharded):
+        asked = Seq2SeqTrainingArguments(
+            str(tmp_path),
+            predict_with_generate=True,
+            generation_max_length=6,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        with closing(kind(build("t5"), asked, eval_dataset=samples("t5", 8))) as trainer:
+            found.append(trainer.predict(samples("t5", 8)).predictions)
+    assert (found[0] == found[1]).all()
+
+
+def test_evaluation_before_and_after_training_gives_the_plain_losses(tmp_path: Path) -> None:
+    found = []
+    for kind in (Trainer, TiermemTrainer):
+        with closing(trainer_of(kind, "gpt2", tmp_path, {"max_steps": 3})) as trainer:
+            around = [trainer.evaluate()["eval_loss"]]
+            trainer.train()
+            found.append(log_of(trainer)._replace(eval_losses=[*around, trainer.evaluate()["eval_loss"]]))
+    assert_equal(found[1], found[0])
+
+
+def test_each_call_of_model_init_is_sharded_anew(tmp_path: Path) -> None:
+    trainer = TiermemTrainer(
+        None, arguments(tmp_path, max_steps=2), train_dataset=samples("gpt2"), model_init=lambda: build("gpt2")
+    )
+    with closing(trainer):
+        trainer.train()
+        first = log_of(trainer)
+        trainer.train()
+        assert log_of(trainer) == first
+
+
+@pytest.mark.parametrize("given", [{"torch_compile": True}, {"optim": "adafactor"}], ids=str)
+def test_arguments_that_cannot_be_met_are_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"leave .* out|cannot step states"):
+        train(TiermemTrainer, "gpt2", tmp_path, **given)
+
+
+def test_materialized_weights_stay_with_the_model(tmp_path: Path) -> None:
+    trainer = trainer_of(TiermemTrainer, "gpt2", tmp_path, {"max_steps": 2}, tiermem=on_nvme(tmp_path / "nvme"))
+    trainer.train()
+    weights = {name: each.clone() for name, each in trainer.model.state_dict().items()}
+    trainer.close(materialize=True)
+    torch.testing.assert_close(dict(trainer.model.state_dict()), weights, rtol=0, atol=0)
+
+
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
+ON_NVME = {"device": "nvme", "pin_memory": True}
+SHARDED = {
+    "stage": 3,
+    "offload_optimizer": ON_NVME,
+    "offload_param": ON_NVME,
+    "stage3_param_persistence_threshold": "auto",
+}
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+}
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+
+
+def config_in(folder: Path, **sections: Any) -> dict[str, Any]:
+    return {**AUTO, "zero_optimization": SHARDED, "tiermem": {"paths": [str(folder)]}, **sections}
+
+
+def test_a_config_with_auto_trains_as_the_plain_trainer(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    unread = {"comms_config": {"verbose": False}, "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor"}}
+    file.write_text(json.dumps(config_in(tmp_path, **unread)), "utf-8")  # as LLaMA-Factory's examples/deepspeed
+    found = [train(Trainer, "llama", tmp_path, max_steps=4)]
+    found.append(train(TiermemTrainer, "llama", tmp_path, tiermem=str(file), max_steps=4))
+    assert_equal(found[1], found[0])
+
+
+def test_optimizer_and_schedule_of_a_config_are_used(tmp_path: Path) -> None:
+    config = config_in(tmp_path, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP})
+    asked = {"max_steps": 6, "warmup_steps": 3, "learning_rate": 2e-3}
+    found = train(TiermemTrainer, "llama", tmp_path, tiermem=config, **asked)
+    engine, _, _, scheduler = tiermem.initialize(
+        model=nn.Linear(2, 2),
+        config={
+            "train_batch_size": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3, "total_num_steps": 6},
+            },
+        },
+    )
+    rates = []
+    for _ in range(6):
+        rates.append(scheduler.get_last_lr()[0])
+        scheduler.step()
+    engine.close()
+    assert found.rates == pytest.approx(rates)
+
+
+def test_bf16_of_a_config_equals_a_bf16_model_with_fp32_masters(tmp_path: Path) -> None:
+    model = build("llama")
+    for param in model.parameters():
+        param.data = param.data.bfloat16()  # buffers stay in fp32
+    optimizers = (tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), None)
+    expected = train(Trainer, "llama", tmp_path, model=model, optimizers=optimizers, max_grad_norm=0.0, max_steps=4)
+    found = train(
+        TiermemTrainer, "llama", tmp_path, tiermem=config_in(tmp_path), bf16=True, max_grad_norm=0.0, max_steps=4
+    )
+    del optimizers
+    assert found.losses == expected.losses
+
+
+def test_values_that_contradict_the_training_arguments_are_listed(tmp_path: Path) -> None:
+    config = config_in(tmp_path, gradient_accumulation_steps=7, gradient_clipping=2.0, fp16={"enabled": True})
+    with pytest.raises(tiermem.config.ConfigError) as said:
+        train(TiermemTrainer, "gpt2", tmp_path, tiermem=config)
+    paths = {each.path for each in said.value.problems}
+    assert paths == {"gradient_accumulation_steps", "gradient_clipping", "fp16.enabled"}
+
+
+# ---- memory="auto" ---------------------------------------------------------------------------------------------------
+
+
+def test_auto_chooses_the_fastest_places_that_fit(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(40)))
+    needed = 16 * sum(param.numel() for param in model.parameters())
+
+    def places(host_bytes: int) -> tuple[str, str]:
+        room = choice.Room(host_bytes, 0)
+        policy = choice.compute_policy(model, 2, torch.device("cpu"), 1, tmp_path / "states", room)
+        return policy.params.name, policy.optim.name
+
+    assert places(2 * needed) == ("DEVICE", "DEVICE")
+    assert places(needed * 3 // 4) == ("HOST", "NVME")
+    assert places(needed // 4) == ("NVME", "NVME")
+    with pytest.raises(ValueError, match="no plan fits"):
+        places(needed // 1000)

@@ -1,0 +1,75 @@
+"""Does the Trainer keep to a memory cap with a model that is larger: opened, trained, saved and resumed?"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+from launch import launch as launch_ranks
+from random_llama import write_llama
+from safetensors import safe_open
+from transformers import LlamaConfig
+
+from tiermem.tools.launcher import Observer, launch
+from tiermem.tools.memory_limit import open_limit
+
+HERE = Path(__file__).parent
+CAP = 3 << 30
+WIDTHS = {"vocab_size": 1000, "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 4}
+
+
+class Output(Observer):
+    """The lines that a child printed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_output(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def run_capped(word: str, folder: Path) -> dict[str, Any]:
+    """Runs capped_llama.py under CAP, which the kernel enforces, and returns what it wrote."""
+    output = Output()
+    command = [sys.executable, str(HERE / "capped_llama.py"), word, str(folder)]
+    with open_limit(CAP) as limit:
+        if limit.kind == "watch":
+            pytest.skip(f"the kernel enforces no cap here: {limit.why}")
+        paths = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+        outcome = launch(command, limit, [output], environment=paths)
+    assert outcome.exit_code == 0, "\n".join([outcome.describe(), *output.lines[-40:]])
+    found: dict[str, Any] = json.loads((folder / f"{word}.json").read_text("utf-8"))
+    print(word, found, outcome.anonymous_peak_bytes)
+    return found
+
+
+@pytest.mark.soak
+def test_a_llama_of_1_3_billion_trains_saves_and_resumes_under_3_gib(tmp_path: Path) -> None:
+    made, whole, again = (run_capped(word, tmp_path) for word in ("make", "train", "resume"))
+    assert whole["peaks"]["from_pretrained"] - whole["peaks"]["imports"] < made["bytes"] // 5
+    assert len(whole["losses"]) == 3 and whole["losses"][2] < whole["losses"][0]
+    assert again["losses"][-1] == whole["losses"][-1]
+    assert not list((tmp_path / "out").rglob("optimizer.pt"))
+    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    assert sum(a * (b[0] if b else 1) for a, *b in shapes.values()) == 1_345_423_360
+
+
+@pytest.mark.slow
+def test_no_rank_of_two_ever_holds_the_whole_model(tmp_path: Path) -> None:
+    for name, num_layers in (("small", 2), ("large", 32)):
+        config = LlamaConfig(num_hidden_layers=num_layers, **WIDTHS)
+        num_bytes = write_llama(tmp_path / name / "made", config, torch.float32)
+        (tmp_path / name / "nvme").mkdir()
+    (tmp_path / "out").mkdir()
+    for found in launch_ranks(HERE / "llama_on_ranks.py", 2, tmp_path / "out", str(tmp_path)):
+        assert {phase: peak for phase, peak in found.items() if peak > num_bytes * 2 // 3} == {}, num_bytes

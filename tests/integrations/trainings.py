@@ -1,0 +1,115 @@
+"""Trainings: the same script with the plain Trainer and with TiermemTrainer, and what its log says."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tiny_models import build, samples
+from tqdm import tqdm
+from transformers import Trainer, TrainingArguments
+
+from tiermem import OffloadPolicy, Tier
+from tiermem.integrations.huggingface import TiermemTrainer
+
+tqdm.monitor_interval = 0  # else transformers' progress bars start a thread that stays
+TOLERANCE = 1e-6
+
+
+class Contrastive(Trainer):
+    """A user's trainer: the loss of CLIP's text and image features, without the model's own forward."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        text = model.get_text_features(input_ids=inputs["input_ids"]).pooler_output
+        image = model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
+        loss = torch.nn.functional.cross_entropy(text @ image.T, torch.arange(len(text)))
+        return (loss, {}) if return_outputs else loss
+
+
+class TiermemContrastive(TiermemTrainer.mixin, Contrastive):
+    """The same, sharded."""
+
+
+class Log(NamedTuple):
+    """What a training logs: losses, norms and rates of all steps, and losses of evaluations."""
+
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    eval_losses: list[float]
+
+
+def arguments(folder: Path, **given: Any) -> TrainingArguments:
+    asked = {
+        "max_steps": 10,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 3,
+        **given,
+    }
+    return TrainingArguments(output_dir=str(folder), **asked)
+
+
+def trainer_of(kind: type[Trainer], name: str, folder: Path, given: dict[str, Any], **kwargs: Any) -> Any:
+    data = {"train_dataset": samples(name), "eval_dataset": samples(name, 8)}
+    return kind(kwargs.pop("model", None) or build(name), arguments(folder, **given), **{**data, **kwargs})
+
+
+@contextlib.contextmanager
+def closing(trainer: Any) -> Any:
+    try:
+        yield trainer
+    finally:
+        if hasattr(trainer, "close"):
+            trainer.close()
+
+
+def train(kind: type[Trainer], name: str, folder: Path, resume: Any = None, **given: Any) -> Log:
+    """Trains and returns the log. `given` are arguments of the Trainer for its own names, else of TrainingArguments."""
+    own = {key: given.pop(key) for key in [*given] if key in ("tiermem", "optimizers", "model", "callbacks")}
+    with closing(trainer_of(kind, name, folder, given, **own)) as trainer:
+        trainer.train(resume_from_checkpoint=resume)
+        return log_of(trainer)
+
+
+def log_of(trainer: Any) -> Log:
+    steps = [each for each in trainer.state.log_history if "loss" in each]
+    evals = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
+    return Log(*([each[key] for each in steps] for key in ("loss", "grad_norm", "learning_rate")), evals)
+
+
+def assert_equal(found: Log, expected: Log) -> None:
+    """Losses, norms and rates are equal to one in a million."""
+    for name, mine, theirs in zip(Log._fields, found, expected, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(mine), torch.tensor(theirs), rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name}: {mine} {theirs}"
+        )
+
+
+def on_nvme(folder: Path, **fields: Any) -> OffloadPolicy:
+    folder.mkdir(exist_ok=True)
+    return OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[folder], persistence_numel=50, **fields)
+
+
+__all__ = [
+    "TiermemTrainer",
+    "Trainer",
+    "arguments",
+    "assert_equal",
+    "closing",
+    "log_of",
+    "on_nvme",
+    "train",
+    "trainer_of",
+]

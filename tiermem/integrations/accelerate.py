@@ -1,0 +1,129 @@
+"""Accelerate: `prepare` makes an Accelerator drive a sharded model.
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler, policy=OffloadPolicy(...))
+
+    the model       is sharded with the policy, unless it is sharded already; it is not wrapped (DDP) and not moved
+    the optimizer   becomes tiermem's of the same kind with the same groups, unless it steps the sharded model already
+    everything else as accelerator.prepare
+
+The Accelerator's own methods then work on one and on several ranks: backward, accumulate, clip_grad_norm_, gather. `save_state`
+saves a durable step in `<dir>/tiermem` instead of whole states, and `load_state` opens it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from tiermem.checkpoint.opening.loading import load
+from tiermem.checkpoint.saving.saver import save, wait
+from tiermem.engine.choice import take_over
+from tiermem.engine.sharding import shard
+from tiermem.integrations.choice import owner_of, with_moments
+from tiermem.integrations.pretrained import WEIGHTS_FILE, load_pretrained_weights
+from tiermem.optim.base import NativeOptimizer
+from tiermem.policy import OffloadPolicy
+from tiermem.zero.shards import Shards
+
+TAG = "tiermem"
+
+_SAVED: dict[str, Any] = {"state": {}, "param_groups": [], "saved in": TAG}
+
+
+class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Accelerate's wrapper of an optimizer whose states `save_state` leaves to a durable step."""
+
+    def __init__(self, optimizer: NativeOptimizer) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._is_accelerate_prepared = True
+        self._is_saved = False
+
+    def mark_saved(self) -> None:
+        """Makes the next `state_dict` say that a durable step has the states."""
+        self._is_saved = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's states; a note in a `save_state`, whose durable step has them."""
+        is_saved, self._is_saved = self._is_saved, False
+        return dict(_SAVED) if is_saved else self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores states, unless a durable step has them."""
+        if "saved in" not in state_dict:
+            super().load_state_dict(state_dict)
+
+
+def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | None = None) -> Any:
+    """Prepares a model, its optimizer and any loaders and schedules, in any order, for an Accelerator.
+
+    Args:
+        objects: one model; at most one optimizer, of its parameters; anything else that `accelerator.prepare` takes.
+        policy: shards a model that is not sharded yet; default: everything in memory.
+
+    Returns the prepared objects in the same order; one alone, not in a tuple. Collective; blocks. Raises ValueError unless
+    there is one model, and for an optimizer that cannot be taken over.
+    """
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    if len(models) != 1:
+        raise ValueError(
+            f"prepare was given {len(models)} models; give one, and prepare others with accelerator.prepare"
+        )
+    [model] = models
+    optimizer = next((each for each in objects if isinstance(each, torch.optim.Optimizer)), None)
+    shards, native = _sharded(model, optimizer, accelerator.device, policy)
+    prepared = None if native is None else PreparedOptimizer(native)
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    accelerator._models.remove(model)  # `save_state` would gather all of its weights
+    _save_with(accelerator, shards, prepared)
+    found = []
+    for each in objects:
+        if each is optimizer and prepared is not None:
+            found.append(accelerator.prepare_optimizer(prepared))
+        elif isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+            each.optimizer = native  # type: ignore[assignment]  # it was built for the optimizer that ours replaces
+            found.append(each)
+        else:
+            found.append(each if each is model else accelerator.prepare(each))
+    schedules = torch.optim.lr_scheduler.LRScheduler  # after the optimizers, whose skipped steps they follow
+    found = [accelerator.prepare(each) if isinstance(each, schedules) else each for each in found]
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+def _sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, policy: OffloadPolicy | None
+) -> tuple[Shards, NativeOptimizer | None]:
+    """The sharded model and the optimizer that steps it."""
+    shards = owner_of(model)
+    if shards is not None and (optimizer is None or isinstance(optimizer, NativeOptimizer)):
+        return shards, optimizer
+    choice = None if optimizer is None else take_over(optimizer)
+    if shards is None:
+        planned = with_moments(policy or OffloadPolicy(), choice.num_moments if choice else 0, None)
+        shards = shard(model, planned, device=device, is_trained=choice is not None)
+    return shards, None if choice is None else choice.build()
+
+
+def _save_with(accelerator: Accelerator, shards: Shards, prepared: PreparedOptimizer | None) -> None:
+    """Makes `save_state` and `load_state` save and open durable steps. Both are collective and block."""
+    native = None if prepared is None else prepared.optimizer
+
+    def save_step(_: list[nn.Module], __: list[Any], output_dir: str) -> None:
+        save(shards, native, output_dir, TAG, copy=True)
+        wait(shards)
+        if prepared is not None:
+            prepared.mark_saved()
+
+    def load_step(_: list[nn.Module], input_dir: str) -> None:
+        if (Path(input_dir) / TAG).is_dir():
+            load(shards, native, Path(input_dir) / TAG)
+        else:
+            load_pretrained_weights(shards.model, Path(input_dir) / WEIGHTS_FILE)
+
+    accelerator.register_save_state_pre_hook(save_step)
+    accelerator.register_load_state_pre_hook(load_step)

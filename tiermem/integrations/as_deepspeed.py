@@ -1,0 +1,268 @@
+"""as_deepspeed: answers for the modules of DeepSpeed that transformers, accelerate, trl and peft import.
+
+    tiermem.as_deepspeed()                        before transformers is imported
+    python -m tiermem.as_deepspeed train.py ...   for a script that stays as it is
+
+A finder in sys.meta_path makes the modules of NAMES and the metadata of a distribution named deepspeed. Their names are
+tiermem's, imported when first used; other names raise AttributeError, other modules ModuleNotFoundError. Nothing is patched,
+and without a call nothing is changed.
+
+Saved checkpoints are complete copies, as DeepSpeed's are, unless the config sets `tiermem.durability`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from tiermem.config.load import read_raw
+from tiermem.engine import Engine
+from tiermem.engine.start import initialize as start
+from tiermem.optim.classes import Adagrad, Adam, AdamW, Lion
+from tiermem.swap.accelerator import backends_of, find_device
+from tiermem.zero.init import Init as ZeroInit
+from tiermem.zero.joining import hold_no_group
+from tiermem.zero.joining import init_distributed as join
+
+VERSION = "0.18.9"
+"""The version of the interface that is answered; accelerate compares it."""
+
+DeepSpeedEngine = Engine
+
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+# ---- functions and classes under DeepSpeed's names ---------------------------------------------------------------------
+
+
+def initialize(*args: Any, config: Any = None, config_params: Any = None, **kwargs: Any) -> Any:
+    """tiermem.initialize, whose checkpoints are complete copies unless the config says otherwise. Collective; blocks."""
+    init_distributed()
+    given = config if config is not None else config_params
+    if given is not None:
+        raw, _ = read_raw(given)
+        kwargs["config"] = {**raw, "tiermem": {"durability": "none", **raw.get("tiermem", {})}}
+    return start(*args, **kwargs)
+
+
+def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    """tiermem.init_distributed; without a launcher a group of this process alone, which transformers expects."""
+    join(dist_backend, *args, **kwargs)
+    if not dist.is_initialized():
+        hold_no_group()
+        dist.init_process_group(backends_of(find_device()), store=HashStore(), rank=0, world_size=1)
+
+
+def get_accelerator() -> Any:
+    """The device of this rank, as far as transformers asks for it."""
+    device = find_device()
+    return SimpleNamespace(
+        current_device_name=lambda: str(device),
+        device_name=lambda _=None: device.type,
+        communication_backend_name=lambda: backends_of(device).rpartition(":")[2],
+    )
+
+
+def get_rank(group: Any = None) -> int:
+    """This rank; 0 without a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def clone_tensors_for_torch_save(item: Any) -> Any:
+    """The same tensors: tiermem's state dicts are copies already."""
+    return item
+
+
+def zero_wrapper_for_fp_tensor_constructor(constructor: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same constructor: tiermem's zero.Init changes no dtype of torch.arange, for which transformers replaces this."""
+    return constructor
+
+
+class Init(ZeroInit):
+    """tiermem.zero.Init in a process group, which transformers expects inside. Collective; blocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        init_distributed()
+        super().__init__(*args, **kwargs)
+
+
+def _without_speed(params: Any) -> Any:
+    """The same groups without torch's options about speed, which do not apply."""
+    found = list(params)
+    for group in found:
+        for key in ("fused", "foreach", "capturable"):
+            if isinstance(group, dict):
+                group.pop(key, None)
+    return found
+
+
+class DeepSpeedCPUAdam:
+    """Makes tiermem.AdamW, or tiermem.Adam for adamw_mode=False, from DeepSpeed's arguments."""
+
+    def __new__(
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> Any:
+        """Raises ValueError for bias_correction=False; the policy says in which precision states are kept."""
+        if not bias_correction:
+            raise ValueError("bias_correction=False is not done: tiermem corrects the moments, as torch does")
+        kind = AdamW if adamw_mode else Adam
+        return kind(_without_speed(model_params), lr, betas, eps, weight_decay, amsgrad)
+
+
+class DeepSpeedCPUAdagrad(Adagrad):
+    """Adagrad under DeepSpeed's arguments, and adamw_mode, which Accelerate gives every optimizer."""
+
+    def __init__(
+        self, model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, **_: Any
+    ) -> None:
+        super().__init__(_without_speed(model_params), lr, eps=eps, weight_decay=weight_decay)
+
+
+class DeepSpeedCPULion(Lion):
+    """Lion under DeepSpeed's arguments."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        **_: Any,
+    ) -> None:
+        super().__init__(_without_speed(model_params), lr, betas, weight_decay)
+
+
+# ---- the modules -------------------------------------------------------------------------------------------------------
+
+_HERE = "tiermem.integrations.as_deepspeed"
+_ALL = "*"  # every name of a module of tiermem
+
+NAMES: Mapping[str, Mapping[str, Sequence[str] | str]] = {
+    "deepspeed": {_HERE: ("initialize", "init_distributed", "DeepSpeedEngine")},
+    "deepspeed.accelerator": {_HERE: ("get_accelerator",)},
+    "deepspeed.checkpoint": {},
+    "deepspeed.checkpoint.utils": {_HERE: ("clone_tensors_for_torch_save",)},
+    "deepspeed.comm": {
+        _HERE: ("get_rank", "get_world_size", "init_distributed"),
+        "torch.distributed": ("is_initialized", "barrier", "broadcast", "all_reduce", "all_gather", "ReduceOp"),
+    },
+    "deepspeed.launcher": {},
+    "deepspeed.launcher.runner": {_HERE: ("DEEPSPEED_ENVIRONMENT_NAME",)},
+    "deepspeed.ops": {},
+    "deepspeed.ops.adagrad": {_HERE: ("DeepSpeedCPUAdagrad",)},
+    "deepspeed.ops.adam": {_HERE: ("DeepSpeedCPUAdam",)},
+    "deepspeed.ops.lion": {_HERE: ("DeepSpeedCPULion",)},
+    "deepspeed.runtime": {},
+    "deepspeed.runtime.engine": {_HERE: ("DeepSpeedEngine",)},
+    "deepspeed.runtime.lr_schedules": {_HERE: ("VALID_LR_SCHEDULES",), "tiermem.schedule": VALID_LR_SCHEDULES},
+    "deepspeed.runtime.zero": {_HERE: ("Init",), "tiermem.zero": _ALL},
+    "deepspeed.runtime.zero.partition_parameters": {
+        _HERE: ("Init", "zero_wrapper_for_fp_tensor_constructor"),
+        "tiermem.zero.partition_parameters": _ALL,
+    },
+    "deepspeed.utils": {"tiermem.utils": _ALL},
+    "deepspeed.utils.zero_to_fp32": {"tiermem.utils.zero_to_fp32": _ALL},
+    "deepspeed.zero": {_HERE: ("Init",), "tiermem.zero": _ALL},
+}
+"""The modules, and the names that each takes from modules of tiermem."""
+
+
+def as_deepspeed() -> None:
+    """Makes `import deepspeed`, of the modules in NAMES, mean tiermem in this process. A second call does nothing.
+
+    Raises RuntimeError when deepspeed itself, or transformers or accelerate, which looked for it, is imported already.
+    """
+    if any(isinstance(each, _Finder) for each in sys.meta_path):
+        return
+    early = [name for name in ("deepspeed", "transformers", "accelerate") if name in sys.modules]
+    if early:
+        raise RuntimeError(f"as_deepspeed was called after {early[0]} was imported: call it before, or start the script by "
+                           "`python -m tiermem.as_deepspeed`")  # fmt: skip
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules of NAMES, and the distribution."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname not in NAMES:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, origin=__file__, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        module.__dict__["__version__"] = VERSION
+        module.__dict__["__getattr__"] = lambda attribute: _look_up(name, attribute)
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Yields the distribution, where it is asked for by its name or all are asked for."""
+        if getattr(context, "name", None) in (None, "deepspeed"):
+            yield _Distribution()
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """The metadata of the interface."""
+
+    def read_text(self, filename: str) -> str | None:
+        texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\n",
+            "top_level.txt": "deepspeed\n",
+        }
+        return texts.get(filename)
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Any:
+        return None
+
+
+def _look_up(module: str, name: str) -> Any:
+    """A name of one of the modules. Raises AttributeError."""
+    if f"{module}.{name}" in NAMES:
+        return importlib.import_module(f"{module}.{name}")
+    if module == "deepspeed.utils" and name == "logger":
+        return logging.getLogger("tiermem")
+    for source, names in NAMES[module].items():
+        found = importlib.import_module(source)
+        if (names == _ALL and hasattr(found, name) and not name.startswith("_")) or name in names:
+            return getattr(found, name)
+    raise AttributeError(f"{module}.{name} is not one of the names of DeepSpeed that tiermem answers")
+
+
+def main() -> None:
+    """Runs a script, or a module after -m, with its own arguments, as Python does."""
+    if len(sys.argv) < 2 or (sys.argv[1] == "-m" and len(sys.argv) < 3):
+        raise SystemExit("usage: python -m tiermem.as_deepspeed SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS]")
+    as_deepspeed()
+    if sys.argv[1] == "-m":
+        sys.argv[:] = sys.argv[2:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = sys.argv[1:]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,339 @@
+"""TiermemTrainer: transformers' Trainer over a sharded model.
+
+    from tiermem.integrations.huggingface import TiermemTrainer as Trainer
+
+    trainer = Trainer(model, args, train_dataset=data, tiermem=OffloadPolicy(...))     the rest of a script stays
+    class Mine(TiermemTrainer.mixin, SFTTrainer): ...                                  other trainers that inherit from Trainer
+
+    when the Trainer                     the mixin
+    makes an accelerator                 refuses FSDP, DeepSpeed and torch.compile, and turns DataParallel off
+    moves the model to its device        does nothing: sharding places the parameters
+    creates its optimizer, wraps         shards the model, builds tiermem's optimizer of the same kind with the same groups, and
+                                         prepares both so that Accelerate neither wraps (DDP) nor moves them
+    saves a checkpoint                   streams model.safetensors and saves a durable step instead of optimizer.pt
+    loads a checkpoint, the best model   opens the durable step, or streams safetensors; optimizer.pt of a plain Trainer too
+
+Nothing is patched: every row is a method that the mixin overrides. Losses, clipping, schedules, logs, callbacks, evaluation
+and generation are the Trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import AutocastKwargs
+from torch import nn
+from transformers import Trainer
+
+from tiermem.checkpoint.format.manifest import POINTER_FILE
+from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
+from tiermem.checkpoint.interchange.write import in_own_format
+from tiermem.checkpoint.opening.loading import load
+from tiermem.checkpoint.saving.saver import Beside, save, wait
+from tiermem.config.root import TiermemConfig
+from tiermem.engine.choice import OptimizerChoice, choose_optimizer, take_over
+from tiermem.engine.engine import cast_model
+from tiermem.engine.sharding import shard
+from tiermem.integrations.arguments import config_beside, hidden_size_of
+from tiermem.integrations.choice import AUTO, Asked, compute_policy, find_room, owner_of, with_moments
+from tiermem.integrations.pretrained import load_pretrained_weights, save_pretrained_weights
+from tiermem.optim.base import NativeOptimizer
+from tiermem.policy import OffloadPolicy
+from tiermem.schedule import build_scheduler
+from tiermem.zero.shards import Shards
+
+logger = logging.getLogger("tiermem")
+
+OPTIMIZER_FILE = "optimizer.pt"
+SCHEDULER_FILE = "scheduler.pt"
+
+_Base: Any = (
+    object  # the classes after the mixin are the Trainer; without types, because many of its fields may be None
+)
+
+
+class TiermemMixin(_Base):  # type: ignore[misc]
+    """The part of TiermemTrainer that any class inheriting from Trainer takes: put it before that class.
+
+    Args:
+        tiermem: an OffloadPolicy; a DeepSpeed-style config, as a dict or the path of a JSON file; or "auto": the fastest
+            places whose plan fits the free memory, with the states that do not fit in `args.output_dir`.
+
+    The model is sharded when training or evaluation starts, and stays sharded until `close`. The optimizer is tiermem's of the
+    same kind as the one that the Trainer would use (AdamW, Adam, Adagrad, SGD, Lion, Muon); others raise ValueError.
+    """
+
+    optimizer: Any
+    lr_scheduler: Any
+    _created_lr_scheduler: Any
+    """As the Trainer has them: the caller's, or those that `create_optimizer` and `create_scheduler` make."""
+
+    def __init__(self, *args: Any, tiermem: Asked = AUTO, **kwargs: Any) -> None:
+        self._asked = tiermem
+        self._config: TiermemConfig | None = None
+        self._shards: Shards | None = None
+        self._is_owner = False  # whether this trainer has sharded the model, and closes it
+        super().__init__(*args, **kwargs)
+
+    @property
+    def shards(self) -> Shards | None:
+        """The sharded model; None before training or evaluation starts, and after `close`."""
+        return self._shards
+
+    def close(self, materialize: bool = False) -> None:
+        """Ends the sharding that this trainer began: closes the store and removes its files, unless they hold a checkpoint.
+
+        With materialize the model keeps its weights as ordinary tensors (collective; takes the whole model's memory). Without
+        it the weights are gone. Blocks. A second call does nothing.
+        """
+        shards, self._shards = self._shards, None
+        if shards is not None and self._is_owner:
+            shards.close(materialize)
+
+    # ---- start -----------------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Creates the accelerator. Raises ValueError for arguments that ask for another way of sharding, or for compiling."""
+        for name in ("fsdp", "deepspeed", "torch_compile"):
+            if getattr(self.args, name, None):
+                raise ValueError(
+                    f"TrainingArguments({name}={getattr(self.args, name)!r}) with TiermemTrainer, which shards the model "
+                    f"itself: leave {name} out, or use transformers' own Trainer"
+                )
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1  # as transformers does for models on several devices: no DataParallel
+        if not isinstance(self._asked, OffloadPolicy) and self._asked != AUTO:
+            self._config = config_beside(self._asked, self.args, hidden_size_of(self.model))
+        super().create_accelerator_and_postprocess()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Turns off autocast's cache, which keeps a copy of every weight; with a config, autocast itself."""
+        args: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        if self._config is not None:
+            args["mixed_precision"] = "no"  # the config's precision is that of the model
+        return {**args, "kwargs_handlers": [*args["kwargs_handlers"], AutocastKwargs(cache_enabled=False)]}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Does nothing: the model goes to the device when it is sharded, as far as its policy says."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Creates the optimizer as the class after the mixin does, then takes it over. Collective; blocks."""
+        if self._native() is None and not self._has_section("optimizer"):
+            super().create_optimizer(*args, **kwargs)
+        return self._take_over()
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Creates the config's schedule if there is one, else as the class after the mixin does."""
+        if self.lr_scheduler is None and self._has_section("scheduler"):
+            assert not isinstance(self._asked, OffloadPolicy)
+            section = config_beside(self._asked, self.args, num_steps=num_training_steps).scheduler
+            assert section is not None
+            self.lr_scheduler, self._created_lr_scheduler = build_scheduler(section, self.optimizer), True
+            return self.lr_scheduler
+        return super().create_scheduler(num_training_steps, *args, **kwargs)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Shards the model if it is not sharded; wraps nothing. Collective; blocks."""
+        if model is not self.model:
+            return model
+        if training or (self.train_dataset is not None and any(p.requires_grad for p in model.parameters())):
+            if self.optimizer is None:
+                self.create_optimizer()  # evaluation before training
+            self.optimizer = self.accelerator.prepare(self._take_over(), device_placement=[False])
+        else:
+            self._shard(is_trained=False, num_moments=0)
+        prepared: nn.Module = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def _native(self) -> NativeOptimizer | None:
+        """Tiermem's optimizer of the sharded model, without Accelerate's wrapper."""
+        inner = unwrapped(self.optimizer)
+        return inner if isinstance(inner, NativeOptimizer) and owner_of(self.model) is not None else None
+
+    def _take_over(self) -> torch.optim.Optimizer:
+        """Shards the model for the trainer's optimizer, and replaces the optimizer by tiermem's of the same kind."""
+        if self._native() is None:
+            choice = self._choice()
+            self._shard(is_trained=True, num_moments=choice.num_moments)
+            self.optimizer = choice.build()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.optimizer = self.optimizer  # it was built for the optimizer that ours replaces
+        self._shards = owner_of(self.model)
+        found: torch.optim.Optimizer = self.optimizer
+        return found
+
+    def _choice(self) -> OptimizerChoice:
+        if self._config is None or not self._has_section("optimizer"):
+            return take_over(unwrapped(self.optimizer))
+        if self.optimizer is not None:
+            raise ValueError("the config has an optimizer and the Trainer was given one: leave one of them out")
+        choice = choose_optimizer(self._config, self.model, None, None)
+        assert choice is not None
+        return choice
+
+    def _has_section(self, name: str) -> bool:
+        return self._config is not None and getattr(self._config, name) is not None
+
+    def _shard(self, is_trained: bool, num_moments: int) -> None:
+        found = owner_of(self.model)
+        if self._shards is not None and found is not self._shards:  # the trainer has made a new model (model_init)
+            self.close()
+        if found is None:
+            policy = self._policy(num_moments)
+            if self._config is not None:
+                cast_model(self.model, self._config)
+            found, self._is_owner = shard(self.model, policy, device=self.args.device, is_trained=is_trained), True
+        self._shards = found
+
+    def _policy(self, num_moments: int) -> OffloadPolicy:
+        keep = self.args.save_total_limit if self._keeps_newest() else None
+        if self._config is not None:
+            return with_moments(self._config.policy(), num_moments, keep)
+        if isinstance(self._asked, OffloadPolicy):
+            return with_moments(self._asked, num_moments, keep)
+        world, room = self.args.world_size, find_room(self.model, self.args.device)
+        computed = compute_policy(self.model, num_moments, self.args.device, world, self.args.output_dir, room)
+        return with_moments(computed, num_moments, keep)
+
+    # ---- saving ----------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes model.safetensors, one parameter in memory at a time, and the files that the Trainer writes beside it.
+
+        With adapters (PEFT) it writes the adapters' weights. Collective; blocks; raises OSError on every rank when rank 0
+        cannot write the weights.
+        """
+        if self._shards is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        if has_adapters(self.model):
+            self._save_beside(folder, self._trainable_state())
+        else:
+            self._save_beside(folder, {})  # an empty file of weights, which the next line replaces
+            save_pretrained_weights(self._shards, Path(folder))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_beside(self, folder: str, state: dict[str, torch.Tensor]) -> None:
+        if self.args.should_save:
+            self._save(folder, state_dict=state)
+
+    def _trainable_state(self) -> dict[str, torch.Tensor]:
+        """The weights that require gradients, and the buffers. Collective; blocks."""
+        assert self._shards is not None
+        state = {name: self._shards.weight(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        return state | dict(self.model.named_buffers())
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Saves a durable step into the checkpoint's folder, and scheduler.pt. Collective; blocks until it is complete."""
+        assert self._shards is not None
+        folder = Path(output_dir)
+        beside = Beside(engine={"global_steps": self.state.global_step})
+        with times_kept(folder.parent):
+            save(self._shards, self._native(), folder.parent, folder.name, copy=not self._keeps_newest(), beside=beside)
+            wait(self._shards)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_FILE)
+
+    def _keeps_newest(self) -> bool:
+        """Whether the Trainer keeps the newest checkpoints alone, as the store's own files do. Otherwise each is a copy."""
+        limit = self.args.save_total_limit
+        return limit is not None and limit > 0 and self.args.metric_for_best_model is None
+
+    # ---- loading ---------------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Loads weights, unless the folder has a durable step or DeepSpeed's: that is opened when the optimizer exists."""
+        if (Path(resume_from_checkpoint) / POINTER_FILE).is_file() or is_deepspeed(Path(resume_from_checkpoint)):
+            return
+        if has_adapters(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_weights(self.model, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        """Loads the weights of the best checkpoint. Collective; blocks."""
+        if has_adapters(self.model):
+            super()._load_best_model()
+        else:
+            load_weights(self.model, Path(self.state.best_model_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Opens the durable step of a checkpoint, DeepSpeed's, or the optimizer.pt of a plain Trainer. Collective; blocks."""
+        if checkpoint is None:
+            return
+        folder, optimizer = Path(checkpoint), self._native()
+        assert self._shards is not None and optimizer is not None
+        if (folder / POINTER_FILE).is_file():
+            load(self._shards, optimizer, folder)
+        elif is_deepspeed(folder):
+            own = self.lr_scheduler if self._has_section("scheduler") else None  # DeepSpeed's state fits its schedules
+            with in_own_format(self._shards.topology, folder, None) as (copy, tag):
+                load(self._shards, optimizer, copy, tag, scheduler=own)
+            if own is None and not (folder / SCHEDULER_FILE).is_file():
+                logger.warning("%s holds no %s: the schedule begins anew", folder, SCHEDULER_FILE)
+        elif (folder / OPTIMIZER_FILE).is_file():
+            optimizer.load_state_dict(_read(folder / OPTIMIZER_FILE))
+        else:
+            logger.warning("%s holds no optimizer states: they begin anew", folder)
+        if (folder / SCHEDULER_FILE).is_file():
+            self.lr_scheduler.load_state_dict(_read(folder / SCHEDULER_FILE))
+
+
+class TiermemTrainer(TiermemMixin, Trainer):
+    """transformers' Trainer over a sharded model: see TiermemMixin for the argument `tiermem`."""
+
+    mixin = TiermemMixin
+    """Put it before another class that inherits from Trainer: `class Mine(TiermemTrainer.mixin, SFTTrainer)`."""
+
+
+# ---- models and optimizers -------------------------------------------------------------------------------------------
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """An optimizer without Accelerate's wrappers."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has PEFT adapters, whose weights alone are saved."""
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return is_peft or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@contextlib.contextmanager
+def times_kept(folder: Path) -> Iterator[None]:
+    """A block that leaves the times of the folders in `folder`: dropping an old step changes its folder's, by which the Trainer
+    finds the oldest checkpoint."""
+    times = {each: each.stat() for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else {}
+    yield
+    for each, before in times.items():
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(each, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Fills a model from a folder with safetensors, or with pytorch_model.bin. Collective for sharded models; blocks.
+
+    Raises ValueError for names or shapes that do not match, OSError for missing files.
+    """
+    file = folder / "pytorch_model.bin"
+    if file.is_file() and not list(folder.glob("*.safetensors")):
+        model.load_state_dict(_read(file))
+    else:
+        load_pretrained_weights(model, folder)
+
+
+def _read(file: str | os.PathLike[str]) -> Any:
+    """The content of a torch file, memory-mapped."""
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=True)

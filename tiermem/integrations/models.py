@@ -1,0 +1,140 @@
+"""Models: `from_pretrained` builds a transformers model whose weights are never whole in memory.
+
+    name or folder -> config -> class -> built under zero.Init: every rank keeps its part
+    each tensor of the safetensors files -> converted if need be -> where the policy's parameters rest
+
+The result is a model as zero.Init builds it: `tiermem.shard`, `initialize` and TiermemTrainer take it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from torch import nn
+
+from tiermem.integrations.pretrained import load_pretrained_weights
+from tiermem.policy import OffloadPolicy
+from tiermem.weights import find_files, read_header
+from tiermem.zero.init import Init
+
+logger = logging.getLogger("tiermem")
+
+_OF_HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+_FILES = ["*.json", "*.safetensors", "*.py"]
+
+
+def from_pretrained(
+    name_or_dir: str | os.PathLike[str],
+    policy: OffloadPolicy | None = None,
+    model_class: Any = None,
+    dtype: torch.dtype | str = "auto",
+    **kwargs: Any,
+) -> nn.Module:
+    """Builds a transformers model and streams its safetensors to where the policy's parameters rest.
+
+    Args:
+        name_or_dir: a folder, or a name on the Hugging Face hub, whose files are downloaded.
+        policy: of the model; give `shard` or the Trainer the same. Default: everything in memory.
+        model_class: a class of transformers, or one of its AutoModel classes. Default: the class that the config names.
+        dtype: of the weights: a dtype, or "auto": the config's, else that of the files.
+        kwargs: `config`; revision, cache_dir, token, local_files_only, force_download, subfolder; others change the config.
+
+    Returns the model in evaluation mode. Weights that the files lack get initial values, with a warning. Each rank reads the
+    files and keeps its part; in memory is one tensor at a time, or one block of the model where its files have another format.
+    Collective; blocks. Raises ValueError for quantised models, adapters, and files that do not fit, OSError for missing files.
+    """
+    folder = _folder_of(name_or_dir, kwargs)
+    config = kwargs.pop("config", None)
+    if config is None:
+        _check_folder(folder)
+        config, unused = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
+        if unused:
+            raise ValueError(f"from_pretrained was given {', '.join(unused)}, which the config does not have")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{folder} is quantised, which tiers do not serve: give a model in bf16, fp16 or fp32")
+    kind = class_of(config, model_class)
+    chosen = _dtype_of(dtype, config, folder)
+    with Init(policy=policy or OffloadPolicy()), _without_init(kind, config, folder):
+        model = kind._from_config(config, dtype=chosen)
+        model.tie_weights()  # which is a part of giving initial values
+    lacking = load_pretrained_weights(model, folder, may_lack=True)
+    if lacking:
+        logger.warning("%s lacks %s, which have initial values: train them", folder, ", ".join(sorted(lacking)))
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    found: nn.Module = model.eval()
+    return found
+
+
+def class_of(config: Any, model_class: Any = None) -> Any:
+    """The class of transformers that a config, or an AutoModel class, means. Raises ValueError."""
+    if model_class is not None:
+        mapping = getattr(model_class, "_model_mapping", None)
+        found = model_class if mapping is None else mapping[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+    names = getattr(config, "architectures", None) or []
+    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if found is None:
+        raise ValueError(
+            f"the config names {names} as its architecture, which transformers does not have: give model_class"
+        )
+    return found
+
+
+def _folder_of(name_or_dir: str | os.PathLike[str], kwargs: dict[str, Any]) -> Path:
+    """The local folder; takes the hub's arguments out of `kwargs`."""
+    asked = {name: kwargs.pop(name) for name in _OF_HUB if name in kwargs}
+    below = str(kwargs.pop("subfolder", ""))
+    folder = Path(name_or_dir)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(os.fspath(name_or_dir), allow_patterns=_FILES, **asked))
+    return folder / below
+
+
+def _check_folder(folder: Path) -> None:
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} holds an adapter: open its base model, then peft.PeftModel.from_pretrained(model, ...)"
+        )
+
+
+def _dtype_of(asked: torch.dtype | str, config: Any, folder: Path) -> torch.dtype:
+    if isinstance(asked, str) and asked != "auto":
+        asked = getattr(torch, asked)
+    if isinstance(asked, torch.dtype):
+        return asked
+    said = getattr(config, "dtype", None)
+    said = getattr(torch, said) if isinstance(said, str) else said
+    if isinstance(said, torch.dtype):
+        return said
+    stored = (each.dtype for file in find_files(folder) for each in read_header(file))
+    return next((each for each in stored if each.is_floating_point), torch.float32)
+
+
+@contextlib.contextmanager
+def _without_init(kind: Any, config: Any, folder: Path) -> Iterator[None]:
+    """A block in which parameters get no initial values, if the files have all of them under the model's own names."""
+    with torch.device("meta"):
+        model = kind(config)
+    names: dict[int, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), set()).add(name)
+    found = {each.name for file in find_files(folder) for each in read_header(file)}
+    if not all(each & found for each in names.values()):
+        yield
+        return
+    try:
+        no_init_weights = importlib.import_module("transformers.initialization").no_init_weights
+    except ImportError:  # before version 5
+        no_init_weights = importlib.import_module("transformers.modeling_utils").no_init_weights
+    with no_init_weights():
+        yield
