@@ -26,30 +26,41 @@ from tiermem.forecast.rates import PAPER_BATCH, PAPER_GPUS, PAPER_MODELS, PAPER_
 from tiermem.policy import Tier
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.machine import available_bytes
-from tiermem.tools.options import PlanOptions
-from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, plan_scenario
+from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
+from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, meta_model, plan_scenario
 from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums
-from tiermem.tools.presets import ModelShape, shape_of
+from tiermem.tools.presets import ModelShape, preset, shape_of
 from tiermem.tools.reports import table
-from tiermem.tools.train_job import micro_batch_of, nvme_folders, precision_of, read_config, with_key
-from tiermem.tools.words import format_bytes
+from tiermem.tools.train_job import (
+    Config,
+    make_config,
+    micro_batch_of,
+    nvme_folders,
+    precision_of,
+    read_config,
+    with_key,
+)
+from tiermem.tools.words import Mistake, format_bytes
+from tiermem.zero.estimate import (
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
 _PROBE_S = 1.0
 _ASSUMED_DISK = (3.0e9, 2.0e9)  # bytes a second, read and write: a plain NVMe drive
+_ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16 bits
+_DISK_THERE = Path("/mnt/nvme0")
+_ESTIMATED = "7b"
 
 
 def plan(options: PlanOptions, console: Console) -> int:
     """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when something is measured."""
     if options.shows_paper:
         print_paper(console)
+        print_estimates(options, console)
         return EXIT_FITS
-    assert options.config is not None
-    model = options.model
-    shape = shape_of(
-        options.preset, model / "config.json" if model is not None and model.is_dir() else model, "--model"
-    )
-    config = read_config(options.config, [], 1)
+    shape, config = _shape(options), _config(options)
     with console.status("measuring this machine"):
         rates, compute, sources = _speed(options, shape, config)
     cluster = Cluster(options.nodes, options.ranks, options.gpu_bytes, options.host_bytes, options.nvme_bytes)
@@ -58,6 +69,23 @@ def plan(options: PlanOptions, console: Console) -> int:
     print_plan(planned, advice, sources, console)
     options.save_json(plan_figures(planned, advice, sources))
     return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
+
+
+def _shape(options: PlanOptions) -> ModelShape:
+    model = options.model
+    return shape_of(options.preset, model / "config.json" if model is not None and model.is_dir() else model, "--model")
+
+
+def _config(options: PlanOptions) -> Config:
+    """The config given, or one made of the options as `train` makes it; the disk of a GPU's machine is not one of this."""
+    if options.config is None:
+        folder = Path() if options.gpu_bytes is None else _DISK_THERE
+        return make_config(TrainOptions(**{name: getattr(options, name) for name in MADE_OF}), [folder])
+    config = read_config(options.config, [], 1)
+    if "model_type" in config:
+        instead = {"--config": f"--model {options.config}", "--preset": ""}
+        raise Mistake(f"{options.config} is a model's config, and --config takes a DeepSpeed-style one", instead)
+    return config
 
 
 def parse_rates(text: str) -> tuple[float, float]:
@@ -101,9 +129,12 @@ def _speed(
         near_bytes_s=options.near_bytes_s,
     )
     sources = [source]
-    if options.flops is not None:
-        compute = options.flops
-        sources.append(f"computing: {options.flops:.3g} operations a second a rank, given by --flops")
+    if options.flops is not None or options.gpu_bytes is not None:
+        compute, source = (
+            options.flops or _ASSUMED_FLOPS,
+            "given by --flops" if options.flops else "assumed: give --flops",
+        )
+        sources.append(f"computing: {compute:.3g} operations a second a rank, {source}")
         sources.append(f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed")
     else:
         compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(options.ranks)
@@ -243,6 +274,16 @@ def print_paper(console: Console) -> None:
             *(_half_up(num_bytes / (1 << 30)) for num_bytes in of_a_gpu),
         )
     console.print(shown)
+
+
+def print_estimates(options: PlanOptions, console: Console) -> None:
+    """Prints the estimators' tables for ZeRO-3 and ZeRO-2 and a model: the reference's formulas, and this library's plan."""
+    name = options.preset or (str(options.model) if options.model is not None else _ESTIMATED)
+    shape = preset(_ESTIMATED) if options.preset is None and options.model is None else _shape(options)
+    model, sizes = meta_model(shape, "bf16"), (options.ranks, options.nodes)
+    console.print(f"model states of {name} (--preset or --model names another, --ranks and --nodes the GPUs)")
+    estimate_zero3_model_states_mem_needs_all_live(model, *sizes)
+    estimate_zero2_model_states_mem_needs_all_live(model, *sizes)
 
 
 def _half_up(number: float) -> str:

@@ -25,8 +25,9 @@ from tiermem.forecast import Choice, Forecast, Rates, choose, forecast_step, use
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
+from tiermem.tools.launcher import Job
 from tiermem.tools.presets import ModelSizes
-from tiermem.tools.words import format_bytes
+from tiermem.tools.words import Mistake, format_bytes
 from tiermem.zero.plan import USUAL_ON_DEVICE, Plan, Row, make_plan
 from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology, plan_topology
@@ -78,16 +79,6 @@ class Budget:
         parts = " - ".join(f"{format_bytes(term.num_bytes)} ({term.what})" for term in self.terms)
         return f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.host_bytes)} for the store"
 
-    def check(self, least_bytes: int = 0) -> None:
-        """Raises ValueError with the arithmetic when less than `least_bytes` is left, or nothing."""
-        if self.host_bytes >= max(least_bytes, 1):
-            return
-        enough = self.cap_bytes - self.host_bytes + max(least_bytes, 64 << 20)
-        raise ValueError(
-            f"a cap of {format_bytes(self.cap_bytes)} is too small: {self.explain()}; {format_bytes(least_bytes)} are "
-            f"needed. Give --memory {-(-enough // (1 << 20))}MiB, a shorter --seq, a smaller --batch or --checkpointing"
-        )
-
 
 def plan_budget(
     cap_bytes: int, resident_bytes: int, sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool
@@ -100,6 +91,58 @@ def plan_budget(
         Row("margin", Tier.HOST, margin, "stacks, page tables, Python objects"),
     )
     return Budget(cap_bytes, terms)
+
+
+def check_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Budget | None:
+    """The budget of a job under its cap; None where it has no cap, or a config that names `host_bytes`.
+
+    resident_bytes: of the process with everything imported.
+    Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the smallest cap that is not.
+    """
+    if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
+        return None
+    budget = _budget(job, job.memory_limit_bytes, resident_bytes)
+    if _fits(job, budget, is_gpu):
+        return budget
+    small, enough = job.memory_limit_bytes, 2 * job.memory_limit_bytes
+    while not _fits(job, _budget(job, enough, resident_bytes), is_gpu):
+        small, enough = enough, 2 * enough
+        if enough > _NO_CAP_BYTES:  # something else is wrong: the start says what
+            return budget
+    while enough - small > _CAP_STEP_BYTES:
+        middle = (small + enough) // 2
+        fits = _fits(job, _budget(job, middle, resident_bytes), is_gpu)
+        small, enough = (small, middle) if fits else (middle, enough)
+    least = f"--memory {-(-enough // _CAP_STEP_BYTES) * (_CAP_STEP_BYTES >> 20)}MiB"
+    raise Mistake(
+        f"--memory {format_bytes(job.memory_limit_bytes)} is too small for this model, and {least} is the smallest that works, "
+        f"or a smaller one with --checkpointing or a shorter --seq ({budget.explain()})",
+        {"--memory": least},
+    )
+
+
+_CAP_STEP_BYTES = 10 << 20
+_NO_CAP_BYTES = 1 << 44
+
+
+def _budget(job: Job, cap_bytes: int, resident_bytes: int) -> Budget:
+    sizes, tokens = ModelSizes.of(job.shape), job.batch * job.seq
+    return plan_budget(cap_bytes, resident_bytes, sizes, tokens, job.precision, job.is_checkpointing)
+
+
+def _fits(job: Job, budget: Budget, is_gpu: bool) -> bool:
+    """Whether the plan of a job on one rank fits what a budget leaves for the store."""
+    if budget.host_bytes <= 0:
+        return False
+    loaded = resolve_auto(load_config(job.config), ModelSizes.of(job.shape).hidden)
+    policy = dataclasses.replace(loaded.policy(), host_bytes=budget.host_bytes)
+    topology = plan_topology(1, policy, 1)
+    division = divide(meta_model(job.shape, loaded.precision), policy, topology.num_shards)
+    try:
+        make_plan(division, policy, topology, is_gpu, 1)
+    except ValueError:
+        return False
+    return True
 
 
 def activation_rows(

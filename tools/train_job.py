@@ -15,7 +15,7 @@ from tiermem.tools.launcher import Job
 from tiermem.tools.machine import memory_bytes
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import ModelShape, ModelSizes, check_shape, read_shape, shape_of, with_layers
-from tiermem.tools.words import format_bytes, options_of, read_json
+from tiermem.tools.words import Mistake, format_bytes, options_of, read_json
 
 # ---- the config ------------------------------------------------------------------------------------------------------
 #
@@ -136,6 +136,9 @@ CLIENT_KEY = "tiermem train"
 CHECKPOINTS = "checkpoints"
 """The folder in a run's own that checkpoints go to unless `--save` names another."""
 
+LIST_OF_STEPS = "?"
+"""What `--resume` without a value stands for: show what there is to go on from."""
+
 _PATHS = ("data", "nvme")
 _DECIDED_BY_CONFIG = ("offload", "nvme", "precision", "states", "lr", "batch", "resident_bytes", "durability", "keep")
 _CARRIED = (*_DECIDED_BY_CONFIG, "data", "steps", "seq", "seed", "memory_bytes", "threads", "save_every")
@@ -212,7 +215,7 @@ def _places(where: Path) -> list[Path]:
     from tiermem.checkpoint.format.finding import NothingSaved, find
 
     if not where.exists():
-        raise FileNotFoundError(2, "--resume: there is no such folder", str(where))
+        raise Mistake(f"--resume: there is no folder {where}", {"--resume": "--resume"})
 
     def holds_steps(place: Path) -> bool:
         with contextlib.suppress(NothingSaved):
@@ -326,7 +329,8 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
         return resumed.shape, None
     if len(named) != 1:
         what = f"{' and '.join(named)} are given" if named else "none is given"
-        raise ValueError(f"a model is named by exactly one of --preset, --config and --model; {what}")
+        instead = dict.fromkeys(named[1:], "") if named else {"--preset": "--preset 419m"}
+        raise Mistake(f"a model is named by exactly one of --preset, --config and --model; {what}", instead)
     if options.model is not None:
         if not (options.model / "config.json").is_file():
             raise FileNotFoundError(f"--model: {options.model} has no config.json")

@@ -30,9 +30,8 @@ from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
-from tiermem.tools.planned import Budget, meta_model, plan_budget, state_bytes, transformers
+from tiermem.tools.planned import Budget, check_cap, meta_model, state_bytes, transformers
 from tiermem.tools.prediction import build_model, choose_config, measure, predict
-from tiermem.tools.presets import ModelSizes
 from tiermem.tools.run_record import Figures, IoCounts, OutOfDeviceMemory, kernel_counts, planned_bytes
 from tiermem.tools.train_job import CLIENT_KEY, Config, with_host_bytes
 from tiermem.tools.words import Stop, format_bytes
@@ -109,15 +108,9 @@ class Trainer:
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def _config_within_cap(self, resident_bytes: int) -> Config:
-        job = self._job
-        if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
-            return job.config
-        sizes, tokens = ModelSizes.of(job.shape), job.batch * job.seq
-        self._budget = plan_budget(
-            job.memory_limit_bytes, resident_bytes, sizes, tokens, job.precision, job.is_checkpointing
-        )
-        self._budget.check()
-        return with_host_bytes(job.config, self._budget.host_bytes)
+        self._budget = check_cap(self._job, resident_bytes, is_accelerator(find_device()))
+        config = self._job.config
+        return config if self._budget is None else with_host_bytes(config, self._budget.host_bytes)
 
     def _measure_ceiling(self) -> dict[str, Any] | None:
         """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""

@@ -14,6 +14,7 @@ from saved_by_hand import write
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import preset
 from tiermem.tools.train_job import find_resumed, make_job, options_to_save, with_saved
+from tiermem.tools.words import Mistake
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_what_another_program_saved_is_refused(tmp_path: Path) -> None:
     save_step(tmp_path / "half", 7, "step7", {"tiermem train": {"seq": 64}})
     with pytest.raises(ValueError, match="is not complete"):
         find_resumed(tmp_path / "half")
-    with pytest.raises(FileNotFoundError, match="no such folder"):
+    with pytest.raises(Mistake, match="there is no folder"):
         find_resumed(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="no file named latest"):
