@@ -37,6 +37,7 @@ _SHARDED_STATES = FromStage(1, "offload needs stage 1, 2 or 3")
 _SHARDED_GRADS = FromStage(2, "gradients are sharded in stages 2 and 3")
 _SHARDED_PARAMS = FromStage(3, "it acts in stage 3 alone, where parameters are partitioned")
 MasterFrom = Literal["param", "init"]
+ComputeDtype = Literal["storage", "fp32", "measured"]
 OnNonfinite = Literal["skip", "raise", "apply"]
 Durability = Literal["checkpoint", "step", "none"]
 Verify = Literal["always", "sample", "resume"]
@@ -92,6 +93,10 @@ class OffloadPolicy:
     """Home of reduced gradients between backward and step. None: HOST when the budget has room, else NVME."""
     precision: Precision = dataclasses.field(default_factory=Precision)
     """In which formats masters, moments and gradients are kept, and how they are rounded (precision.py)."""
+    compute_dtype: ComputeDtype = "storage"
+    """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which each fetched unit is widened in
+    its buffer, which takes 4 bytes an element then. "measured": fp32 where this machine's 16-bit products are slow, which is
+    measured when the model is sharded (zero/compute.py)."""
     num_moments: Annotated[int, Range("allowed are 0 to 3", 0, 3, is_whole=True)] = 2
     """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for Lion, Adagrad, Muon and
     SGD with momentum. An optimizer that keeps more is refused; one that keeps fewer leaves the rest unused."""
@@ -235,6 +240,12 @@ class OffloadPolicy:
         """Places on NVME for what steps write: for every durable step that is kept, and for the next one."""
         return {"none": 1, "checkpoint": 1 + self.keep, "step": 2 + self.keep}[self.durability]
 
+    def against_widening(self) -> Iterator[str]:
+        """Yields the fields that keep units from being widened to fp32 for the maths."""
+        yield from ("stage",) if self.stage != 3 else ()  # elsewhere parameters are always present, as they rest
+        names = ("gather_dtype", "quantised_gather", "quantised_frozen")
+        yield from (name for name in names if getattr(self, name))
+
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Yields the fields that do not go with the others, each with a sentence."""
         for name, (stage, reason) in marks_of(self, FromStage).items():
@@ -242,6 +253,8 @@ class OffloadPolicy:
             if self.stage < stage and value != getattr(type(self), name):
                 shown = value.value if isinstance(value, Tier) else value
                 yield name, f"{shown} with stage {self.stage}, but {reason}; set stage to {stage}, or leave it out"
+        for name in self.against_widening() if self.compute_dtype == "fp32" else ():
+            yield "compute_dtype", f'"fp32" is given, but {name} does not allow it; set "storage" or "measured"'
         if self.uses_nvme and not self.paths:
             wanted = [n for n in ("params", "optim", "grads") if getattr(self, n) is Tier.NVME]
             yield (

@@ -12,7 +12,7 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import Pool
 from tiermem.zero import registry
-from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, undescribe
+from tiermem.zero.absent import ZeroParamStatus, absent_part, become, describe, undescribe
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.zero.init_params import ParametersInInit
@@ -21,7 +21,7 @@ from tiermem.zero.plan import Plan, Pools, keeps_initial_master, keeps_secondary
 from tiermem.zero.quantised import pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
 from tiermem.zero.unit import Shard, Unit
-from tiermem.zero.unit_state import LiveUnit, Passage, UnitMemory, become
+from tiermem.zero.unit_state import LiveUnit, Passage, UnitMemory
 from tiermem.zero.values import Values, initial_master
 
 # ---- models that are refused -----------------------------------------------------------------------------------------
@@ -176,9 +176,9 @@ class _Settler:
         """The gather of a unit; None when it is present in the form in which it rests."""
         policy, topology = self._policy, self._topology
         if gathers_packed(unit, policy):
-            plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
+            plain: Gather = PackedGather(topology, unit, memory.travels, self._wires)
         elif topology.num_shards > 1:
-            plain = UnitGather(topology, unit, memory.full, policy.gather_way == "single")
+            plain = UnitGather(topology, unit, memory.travels, policy.gather_way == "single")
         else:
             return None
         if not keeps_secondary(policy, topology.num_shards):
@@ -186,8 +186,8 @@ class _Settler:
         assert topology.across is not None
         name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
         home = Tier.DEVICE if self._is_accelerated else Tier.HOST
-        self._store.reserve(name, (numel,), memory.full.dtype, home)
-        return NearGather(topology, unit, plain, memory.full, self._store.view(name))
+        self._store.reserve(name, (numel,), unit.travels_as, home)
+        return NearGather(topology, unit, plain, memory.travels, self._store.view(name))
 
     def _make_resident(self, unit: Unit) -> LiveUnit:
         memory = UnitMemory(unit, self._passage)
