@@ -93,10 +93,6 @@ class OffloadPolicy:
     """Home of reduced gradients between backward and step. None: HOST when the budget has room, else NVME."""
     precision: Precision = dataclasses.field(default_factory=Precision)
     """In which formats masters, moments and gradients are kept, and how they are rounded (precision.py)."""
-    compute_dtype: ComputeDtype = "storage"
-    """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which each fetched unit is widened in
-    its buffer, which takes 4 bytes an element then. "measured": fp32 where this machine's 16-bit products are slow, which is
-    measured when the model is sharded (zero/compute.py)."""
     num_moments: Annotated[int, Range("allowed are 0 to 3", 0, 3, is_whole=True)] = 2
     """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for Lion, Adagrad, Muon and
     SGD with momentum. An optimizer that keeps more is refused; one that keeps fewer leaves the rest unused."""
@@ -214,6 +210,10 @@ class OffloadPolicy:
     """Longest wait for another rank before the run stops with an error."""
     join_timeout_s: Seconds = 60.0
     """Longest wait for all ranks to start, where the process group is made here; no more than timeout_s."""
+    compute_dtype: ComputeDtype = "storage"
+    """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which each fetched unit is widened in
+    its buffer, which takes 4 bytes an element then. "measured": fp32 where this machine's 16-bit products are slow, which is
+    measured when the model is sharded (zero/compute.py)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))
@@ -240,12 +240,6 @@ class OffloadPolicy:
         """Places on NVME for what steps write: for every durable step that is kept, and for the next one."""
         return {"none": 1, "checkpoint": 1 + self.keep, "step": 2 + self.keep}[self.durability]
 
-    def against_widening(self) -> Iterator[str]:
-        """Yields the fields that keep units from being widened to fp32 for the maths."""
-        yield from ("stage",) if self.stage != 3 else ()  # elsewhere parameters are always present, as they rest
-        names = ("gather_dtype", "quantised_gather", "quantised_frozen")
-        yield from (name for name in names if getattr(self, name))
-
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Yields the fields that do not go with the others, each with a sentence."""
         for name, (stage, reason) in marks_of(self, FromStage).items():
@@ -253,7 +247,7 @@ class OffloadPolicy:
             if self.stage < stage and value != getattr(type(self), name):
                 shown = value.value if isinstance(value, Tier) else value
                 yield name, f"{shown} with stage {self.stage}, but {reason}; set stage to {stage}, or leave it out"
-        for name in self.against_widening() if self.compute_dtype == "fp32" else ():
+        for name in against_widening(self) if self.compute_dtype == "fp32" else ():
             yield "compute_dtype", f'"fp32" is given, but {name} does not allow it; set "storage" or "measured"'
         if self.uses_nvme and not self.paths:
             wanted = [n for n in ("params", "optim", "grads") if getattr(self, n) is Tier.NVME]
@@ -273,3 +267,10 @@ class OffloadPolicy:
                 "two_stage_gather",
                 "True without shard_group_size, but it is a way of gathering within a shard group; set both",
             )
+
+
+def against_widening(policy: OffloadPolicy) -> Iterator[str]:
+    """Yields the fields of a policy that keep units from being widened to fp32 for the maths."""
+    if policy.stage != 3:
+        yield "stage"  # parameters are always present, as they rest
+    yield from (name for name in ("gather_dtype", "quantised_gather", "quantised_frozen") if getattr(policy, name))

@@ -40,7 +40,8 @@ from tiermem.tools.words import (
 )
 
 OFFLOADS = ("none", "cpu", "nvme")
-PRECISIONS = ("bf16", "fp32", "fp16")
+PRECISIONS = ("auto", "bf16", "fp32", "fp16")
+COMPUTES = ("auto", "storage", "fp32")
 STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
 DURABILITIES = ("checkpoint", "step", "none")
 ENGINES = ("auto", "uring", "aio", "threads")
@@ -85,7 +86,17 @@ class TrainOptions(Options):
     batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
     seed: int | None = option(None, "of weights and of the order of data [default: 0]", check=from_to(0, (1 << 63) - 1))
     lr: float | None = option(None, "learning rate of AdamW [default: 0.0001]")
-    precision: str | None = option(None, "bf16, fp32 or fp16 [default: bf16]", check=OneOf(*PRECISIONS))
+    precision: str | None = option(
+        None,
+        "of weights: bf16, fp32 or fp16; auto: bf16, with --compute auto [default: auto]",
+        check=OneOf(*PRECISIONS),
+    )
+    compute: str | None = option(
+        None,
+        "what 16-bit weights are multiplied in: storage (as they rest), fp32, or auto (fp32 where 16-bit products are slow)"
+        " [default: storage]",
+        check=OneOf(*COMPUTES),
+    )
     states: str | None = option(
         None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=OneOf(*STATES)
     )
@@ -133,7 +144,7 @@ class PlanOptions(Options):
         False, "show the ZeRO-Infinity paper's table and the estimators of a model (7b), and plan nothing", "--paper"
     )
     offload: str | None = option(None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS))
-    precision: str | None = option(None, "of weights: bf16, fp32 or fp16 [default: bf16]", check=OneOf(*PRECISIONS))
+    precision: str | None = option(None, "of weights: as in `train` [default: auto]", check=OneOf(*PRECISIONS))
     states: str | None = option(
         None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=OneOf(*STATES)
     )

@@ -22,13 +22,15 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.forecast.forecast import PHASES
-from tiermem.forecast.rates import PAPER_BATCH, PAPER_GPUS, PAPER_MODELS, PAPER_SEQ, Compute, Rates
+from tiermem.forecast.rates import Compute, Rates
 from tiermem.policy import Tier
 from tiermem.tools.bench.files import measure_disks
+from tiermem.tools.launcher import compute_of
 from tiermem.tools.machine import available_bytes
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
-from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, meta_model, plan_scenario
-from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums
+from tiermem.tools.paper import ESTIMATED, print_estimates, print_paper
+from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, plan_scenario
+from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums, settle_compute
 from tiermem.tools.presets import ModelShape, preset, shape_of
 from tiermem.tools.reports import table
 from tiermem.tools.train_job import (
@@ -41,26 +43,27 @@ from tiermem.tools.train_job import (
     with_key,
 )
 from tiermem.tools.words import Mistake, format_bytes
-from tiermem.zero.estimate import (
-    estimate_zero2_model_states_mem_needs_all_live,
-    estimate_zero3_model_states_mem_needs_all_live,
-)
 
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
 _PROBE_S = 1.0
 _ASSUMED_DISK = (3.0e9, 2.0e9)  # bytes a second, read and write: a plain NVMe drive
 _ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16 bits
 _DISK_THERE = Path("/mnt/nvme0")
-_ESTIMATED = "7b"
 
 
 def plan(options: PlanOptions, console: Console) -> int:
     """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when something is measured."""
     if options.shows_paper:
         print_paper(console)
-        print_estimates(options, console)
+        name = options.preset or (str(options.model) if options.model is not None else ESTIMATED)
+        shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
+        print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
     shape, config = _shape(options), _config(options)
+    if (
+        options.flops is None and options.gpu_bytes is None
+    ):  # the maths is measured here, in the dtype that is best here
+        config, _ = settle_compute(config, shape)
     with console.status("measuring this machine"):
         rates, compute, sources = _speed(options, shape, config)
     cluster = Cluster(options.nodes, options.ranks, options.gpu_bytes, options.host_bytes, options.nvme_bytes)
@@ -157,14 +160,15 @@ def _speed(
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
     """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this machine's free memory."""
     precision, num_bytes, folders = precision_of(config), available_bytes(), _folders_here(config)
-    copy = copy_bytes(shape, precision, bool(folders))
+    compute = compute_of(config, precision)
+    copy = copy_bytes(shape, precision, bool(folders), compute)
     if copy > num_bytes:
         raise ValueError(
             f"a small copy of the model, to measure how fast this machine computes, takes {copy} bytes and {num_bytes} are "
             "free: give --flops, the operations a second that a rank reaches"
         )
     micro = micro_batch_of(config, 1)
-    return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders)
+    return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders, compute)
 
 
 def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates, str]:
@@ -246,49 +250,6 @@ def plan_figures(planned: Planned, advice: Sequence[Advice], sources: Sequence[s
             {"change": each.words, "fits": each.fits, "seconds": dict(each.planned.forecast.seconds)} for each in advice
         ],
     }
-
-
-def print_paper(console: Console) -> None:
-    """Prints the table of memory of the ZeRO-Infinity paper, by its own formulas (tiermem.forecast.rates)."""
-    title = (
-        f"memory that large models need, as arXiv 2104.07857 counts it ({PAPER_BATCH} sequences of {PAPER_SEQ} tokens on a "
-        f"node of {PAPER_GPUS} GPUs; TB and GB are powers of 2)"
-    )
-    sizes = (
-        ">states TB",
-        ">activations TB/node",
-        ">checkpoints TB/node",
-        ">state work GB/GPU",
-        ">activation work GB/GPU",
-    )
-    shown = table(title, "parameters", ">layers", ">hidden", ">heads", *sizes)
-    for model in PAPER_MODELS:
-        of_a_node = model.activation_bytes(PAPER_BATCH, PAPER_SEQ), model.checkpoint_bytes(PAPER_BATCH, PAPER_SEQ)
-        of_a_gpu = model.state_working_bytes, model.activation_working_bytes(PAPER_BATCH // PAPER_GPUS, PAPER_SEQ)
-        shown.add_row(
-            f"{model.num_params / 1e12:.2f} T",
-            str(model.num_layers),
-            f"{model.hidden // 1024}K",
-            str(model.num_heads),
-            *(_half_up(num_bytes / (1 << 40)) for num_bytes in (model.state_bytes, *of_a_node)),
-            *(_half_up(num_bytes / (1 << 30)) for num_bytes in of_a_gpu),
-        )
-    console.print(shown)
-
-
-def print_estimates(options: PlanOptions, console: Console) -> None:
-    """Prints the estimators' tables for ZeRO-3 and ZeRO-2 and a model: the reference's formulas, and this library's plan."""
-    name = options.preset or (str(options.model) if options.model is not None else _ESTIMATED)
-    shape = preset(_ESTIMATED) if options.preset is None and options.model is None else _shape(options)
-    model, sizes = meta_model(shape, "bf16"), (options.ranks, options.nodes)
-    console.print(f"model states of {name} (--preset or --model names another, --ranks and --nodes the GPUs)")
-    estimate_zero3_model_states_mem_needs_all_live(model, *sizes)
-    estimate_zero2_model_states_mem_needs_all_live(model, *sizes)
-
-
-def _half_up(number: float) -> str:
-    """Two digits, 5 rounded up, as the paper has them."""
-    return f"{math.floor(number * 100 + 0.5) / 100:.2f}"
 
 
 def _tier_table(planned: Planned) -> Table:

@@ -25,7 +25,7 @@ from tiermem.forecast import Choice, Forecast, Rates, choose, forecast_step, use
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
-from tiermem.tools.launcher import Job
+from tiermem.tools.launcher import Job, compute_of
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import Mistake, format_bytes
 from tiermem.zero.plan import USUAL_ON_DEVICE, Plan, Row, make_plan
@@ -81,13 +81,19 @@ class Budget:
 
 
 def plan_budget(
-    cap_bytes: int, resident_bytes: int, sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool
+    cap_bytes: int,
+    resident_bytes: int,
+    sizes: ModelSizes,
+    num_tokens: int,
+    precision: str,
+    is_checkpointing: bool,
+    compute: str | None = None,
 ) -> Budget:
     """The budget of a run: `resident_bytes` measured after imports, `num_tokens` of one micro-batch."""
     margin = max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes))
     terms = (
         Row("interpreter and libraries", Tier.HOST, resident_bytes, "resident after the imports, measured"),
-        *activation_rows(sizes, num_tokens, precision, is_checkpointing, is_gpu=False),
+        *activation_rows(sizes, num_tokens, precision, is_checkpointing, is_gpu=False, compute=compute),
         Row("margin", Tier.HOST, margin, "stacks, page tables, Python objects"),
     )
     return Budget(cap_bytes, terms)
@@ -127,7 +133,7 @@ _NO_CAP_BYTES = 1 << 44
 
 def _budget(job: Job, cap_bytes: int, resident_bytes: int) -> Budget:
     sizes, tokens = ModelSizes.of(job.shape), job.batch * job.seq
-    return plan_budget(cap_bytes, resident_bytes, sizes, tokens, job.precision, job.is_checkpointing)
+    return plan_budget(cap_bytes, resident_bytes, sizes, tokens, job.precision, job.is_checkpointing, job.compute)
 
 
 def _fits(job: Job, budget: Budget, is_gpu: bool) -> bool:
@@ -146,11 +152,21 @@ def _fits(job: Job, budget: Budget, is_gpu: bool) -> bool:
 
 
 def activation_rows(
-    sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool, is_gpu: bool
+    sizes: ModelSizes,
+    num_tokens: int,
+    precision: str,
+    is_checkpointing: bool,
+    is_gpu: bool,
+    compute: str | None = None,
 ) -> list[Row]:
-    """Returns the rows of a forward and backward of `num_tokens`, at their peak, on the tier where the maths runs."""
-    element, tier = DTYPES[precision].itemsize, Tier.DEVICE if is_gpu else Tier.HOST
-    saved = saved_bytes_per_token(sizes, precision)
+    """Returns the rows of a forward and backward of `num_tokens`, at their peak, on the tier where the maths runs.
+
+    precision: of weights and their gradients; compute: of products and activations, where it is another.
+    """
+    compute = compute or precision
+    element, tier = DTYPES[compute].itemsize, Tier.DEVICE if is_gpu else Tier.HOST
+    at_rest = DTYPES[precision].itemsize
+    saved = saved_bytes_per_token(sizes, compute)
     block = num_tokens * saved
     if is_checkpointing:
         kept = sizes.num_layers * num_tokens * sizes.hidden * element
@@ -161,17 +177,20 @@ def activation_rows(
     working = 2 * block if is_checkpointing else block
     logits = num_tokens * sizes.vocabulary * (2 * element + 12)
     heap = int(HEAP_PART * (kept + working + logits))
-    loss_why = f"{num_tokens} x {sizes.vocabulary}: in {precision}, float, softmax, gradient"
+    loss_why = f"{num_tokens} x {sizes.vocabulary}: in {compute}, float, softmax, gradient"
     heap_why = f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"
     terms = [
         ("activations", kept, kept_why),
         ("one block at work", working, "recomputed and " * is_checkpointing + "turned into gradients"),
         ("logits and loss", logits, loss_why),
-        ("gradients in autograd", sizes.unit_numel * element, f"largest unit: {sizes.unit_numel} x {element} B"),
+        ("gradients in autograd", sizes.unit_numel * at_rest, f"largest unit: {sizes.unit_numel} x {at_rest} B"),
     ]
+    if compute != precision:
+        wide = sizes.weight_numel * element
+        terms.append(("wide gradient", wide, f"the largest weight's in {compute}, before it is rounded to {precision}"))
     on_cpu_only = [
         ("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
-        ("gradients before", sizes.block_numel * element, "the last block's: freed, kept by the C library's heap"),
+        ("gradients before", sizes.block_numel * at_rest, "the last block's: freed, kept by the C library's heap"),
         ("allocator", heap, heap_why),
     ]
     return [Row(what, tier, num_bytes, why) for what, num_bytes, why in (*terms, *([] if is_gpu else on_cpu_only))]
@@ -296,7 +315,14 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     num_tokens = batch.micro * scenario.seq
     extra = [
         INTERPRETER,
-        *activation_rows(sizes, num_tokens, loaded.precision, scenario.is_checkpointing, is_gpu),
+        *activation_rows(
+            sizes,
+            num_tokens,
+            loaded.precision,
+            scenario.is_checkpointing,
+            is_gpu,
+            compute_of(scenario.config, loaded.precision),
+        ),
     ]
     policy = loaded.policy()
     if policy.host_bytes is None and cluster.host_bytes is not None:  # the store has what a node's memory leaves

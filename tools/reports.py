@@ -71,6 +71,8 @@ class Progress(RunRecord):
         elif kind == "ready":
             if message.get("plan"):
                 self._show_ready(message)
+        elif kind == "warning":
+            self._line(message["text"])
         elif kind == "step" and self._live is None and (self._is_verbose or self._is_shown(message["step"])):
             self._line(self._describe_step(message))
 
@@ -81,6 +83,8 @@ class Progress(RunRecord):
                 self._console.print(ready["choice"])
         else:
             self._line(describe_ready(ready))
+        if ready.get("compute"):
+            self._line(ready["compute"])
 
     def _is_shown(self, step: int) -> bool:
         """Whether a step has a line in brief: 1, 2, 5, 10, 20, 50, ... and the last."""

@@ -115,8 +115,10 @@ def _check_memory(job: Job, console: Console) -> None:
             is_accelerator,
         )  # imports torch, which the launcher does without
         from tiermem.tools.planned import INTERPRETER, check_cap
+        from tiermem.tools.prediction import settle_compute
 
-        check_cap(job, INTERPRETER.num_bytes, is_accelerator(find_device()))
+        settled = dataclasses.replace(job, config=settle_compute(job.config, job.shape)[0])
+        check_cap(settled, INTERPRETER.num_bytes, is_accelerator(find_device()))
 
 
 class _Log(Observer):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import gc
 import json
 import platform
@@ -31,7 +32,14 @@ from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
 from tiermem.tools.planned import Budget, check_cap, meta_model, state_bytes, transformers
-from tiermem.tools.prediction import build_model, choose_config, measure, predict
+from tiermem.tools.prediction import (
+    build_model,
+    choose_config,
+    measure,
+    predict,
+    settle_compute,
+    warn_of_compute,
+)
 from tiermem.tools.run_record import Figures, IoCounts, OutOfDeviceMemory, kernel_counts, planned_bytes
 from tiermem.tools.train_job import CLIENT_KEY, Config, with_host_bytes
 from tiermem.tools.words import Stop, format_bytes
@@ -49,6 +57,7 @@ class Trainer:
         self._channel = channel
         self._stop = stop
         self._budget: Budget | None = None
+        self._compute: str | None = None  # how the dtype of products was chosen
         self._choice: str | None = None  # how what the budget leaves open was settled
         self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
 
@@ -57,6 +66,7 @@ class Trainer:
         job = self._job
         _load_model_classes(job)
         resident_bytes = resident_of().now_bytes
+        job = self._job = self._settle_compute(job)
         config = self._config_within_cap(resident_bytes)
         ceiling = self._measure_ceiling()
         self._channel.phase("measuring the maths")
@@ -107,6 +117,16 @@ class Trainer:
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
+    def _settle_compute(self, job: Job) -> Job:
+        """The job with the dtype of products in its config; a warning is sent where the one asked for is far slower."""
+        self._channel.phase("measuring products")
+        config, choice = settle_compute(job.config, job.shape)
+        if choice.is_measured:
+            self._compute = choice.why
+        elif (warning := warn_of_compute(config, job.shape)) is not None:
+            self._channel.send("warning", text=warning)
+        return dataclasses.replace(job, config=config)
+
     def _config_within_cap(self, resident_bytes: int) -> Config:
         self._budget = check_cap(self._job, resident_bytes, is_accelerator(find_device()))
         config = self._job.config
@@ -149,6 +169,7 @@ class Trainer:
             ceiling=ceiling,
             predicted=predicted,
             choice=self._choice,
+            compute=self._compute,
             versions={
                 "tiermem": tiermem.__version__,
                 "torch": torch.__version__,

@@ -96,12 +96,12 @@ class Mistake(ValueError):
     is added (mistakes.py).
     """
 
-    def __init__(self, message: str, instead: Mapping[str, str]) -> None:
+    def __init__(self, message: str, instead: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.instead = dict(instead)
+        self.instead = dict(instead or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.instead)
+        return type(self), (str(self), self.instead), vars(self)
 
 
 _OTHER_WORDS = {

@@ -11,7 +11,7 @@ import torch
 from tiermem.precision import Precision
 from tiermem.tools.launcher import Job
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.planned import check_cap, plan_budget, saved_bytes_per_token, state_bytes
+from tiermem.tools.planned import activation_rows, check_cap, plan_budget, saved_bytes_per_token, state_bytes
 from tiermem.tools.presets import ModelSizes, preset
 from tiermem.tools.train_job import make_config
 from tiermem.tools.words import Mistake
@@ -63,6 +63,22 @@ def test_the_terms_are_those_of_the_419m_model() -> None:
     assert terms["gradients in autograd"] == 16_779_264 * 2
     assert budget.host_bytes == 1250 * MIB - sum(terms.values())
     assert [row.what for row in budget.rows()][-1] == "host memory of the store"
+
+
+def test_products_in_fp32_take_activations_of_fp32_and_gradients_of_bf16() -> None:
+    sizes = ModelSizes.of(preset("419m"))
+    of = {
+        (precision, compute): {
+            row.what: row.num_bytes for row in activation_rows(sizes, 128, precision, False, False, compute)
+        }
+        for precision, compute in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
+    }
+    mixed = of["bf16", "fp32"]
+    for what in ("activations", "one block at work", "logits and loss", "repacked weight"):
+        assert mixed[what] == of["fp32", "fp32"][what] > of["bf16", "bf16"][what]
+    for what in ("gradients in autograd", "gradients before"):
+        assert mixed[what] == of["bf16", "bf16"][what]
+    assert mixed["wide gradient"] == 1024 * 8192 * 4
 
 
 def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -72,6 +73,22 @@ def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> N
         assert said["host_bytes"] == pytest.approx(run["host_peak_bytes"], rel=0.01)
         assert min(said["forward_s"], said["backward_s"], said["step_s"]) > 0
     assert nvme["choice"].startswith("planned by ") and cpu["choice"] is None  # without a cap nothing is scarce
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an instruction set of x86-64")
+def test_held_down_to_avx2_products_are_made_in_fp32_on_every_tier(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
+    runs = [train(folder, "--steps", "3", "--offload", offload)[1] for offload in ("nvme", "cpu")]
+    assert runs[0]["losses"] == runs[1]["losses"]
+    assert all("multiplied in float32" in run["compute"] for run in runs)
+    assert all(run["state_bytes"] == 14 * run["num_params"] for run in runs)  # weights in 2 bytes
+    done, bf16 = train(folder, "--steps", "1", "--offload", "cpu", "--precision", "bf16")
+    assert bf16["compute"] is None
+    assert "times slower here than fp32 products" in done.stdout and "give --precision auto" in done.stdout
 
 
 def test_a_run_uses_what_was_tuned_and_leaves_its_reports_and_nothing_on_nvme(folder: Path) -> None:

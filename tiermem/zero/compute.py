@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.policy import OffloadPolicy
+from tiermem.policy import OffloadPolicy, against_widening
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero.collectives import exchange
 from tiermem.zero.topology import Topology
@@ -126,7 +126,7 @@ def choose_compute(model: nn.Module, policy: OffloadPolicy, device: torch.device
     for param in model.parameters():
         numels[param.dtype] += whole_shape(param).numel()
     common = max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
-    if common not in _HALVES or is_accelerator(device) or list(policy.against_widening()):
+    if common not in _HALVES or is_accelerator(device) or any(against_widening(policy)):
         return ComputeChoice("storage", "products in the dtype at rest")
     shapes = [tuple(whole_shape(p)) for p in model.parameters() if p.dtype is common]
     products = measure_products(shapes, common)

@@ -154,7 +154,7 @@ class _Settler:
         if home is not Tier.NVME:
             shard = self._store.view(entry)
             self._fill(unit, shard)
-            return LiveUnit(unit, memory, self._passage, None, shard, self._gather_of(unit, memory))
+            return LiveUnit(unit, memory, self._passage, None, shard, self._gather_of(unit, memory, home))
         self._protect(unit, entry)
         assert self._pool is not None
         slot = self._pool.take()
@@ -162,7 +162,7 @@ class _Settler:
         self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
         self._store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
         self._pool.give_back(slot)
-        return LiveUnit(unit, memory, self._passage, entry, None, self._gather_of(unit, memory))
+        return LiveUnit(unit, memory, self._passage, entry, None, self._gather_of(unit, memory, home))
 
     def _protect(self, unit: Unit, entry: str) -> None:
         """Gives a unit's weights on NVMe checksums, cut at the usual tile boundaries."""
@@ -172,12 +172,15 @@ class _Settler:
             runs = weight_runs(unit, self._topology.shard_rank, cuts)
             self._store.sums.protect(entry, StatePieces(runs).pieces)
 
-    def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
-        """The gather of a unit; None when it is present in the form in which it rests."""
+    def _gather_of(self, unit: Unit, memory: UnitMemory, home: Tier) -> Gather | None:
+        """The gather of a unit; None when it is present in the form in which it rests, or is copied or widened alone.
+
+        On one rank a unit that is widened on the device where it rests is gathered: on the stream whose work writes it there.
+        """
         policy, topology = self._policy, self._topology
         if gathers_packed(unit, policy):
             plain: Gather = PackedGather(topology, unit, memory.travels, self._wires)
-        elif topology.num_shards > 1:
+        elif topology.num_shards > 1 or (home is Tier.DEVICE and unit.is_widened):
             plain = UnitGather(topology, unit, memory.travels, policy.gather_way == "single")
         else:
             return None
