@@ -14,7 +14,8 @@
 DEMO ?= .venv/bin/tiermem train --preset 419m --offload nvme --memory 1250MiB --steps 10
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Errors are printed, warnings are not: they are about indexes and caches of the machine, and nothing here depends on them.
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE := $(wildcard native/*.cpp native/*.h native/*.py native/CMakeLists.txt)
 NATIVE_CODE := $(wildcard native/*.cpp native/*.h tests/native/*.cpp tests/native/*.h)
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
@@ -100,12 +101,14 @@ clean:
 
 # torch first and alone: asked for with the rest, pip may take a build of several gigabytes.
 .venv/.torch: constraints.txt | .venv/bin/python
-	$(PIP) install "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)" numpy -c constraints.txt
+	@echo "installing torch (some 200 MB) and numpy into .venv"
+	@$(PIP) install "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)" numpy -c constraints.txt
 	@touch $@
 
 .venv/.installed: pyproject.toml constraints.txt $(NATIVE) .venv/.torch
 	@native/system_packages.sh $(CURDIR)/.venv/bin/python
-	$(PIP) install -c constraints.txt -e ".[test,plots,hf]"
+	@echo "building the native code; installing tiermem and what its tests, plots and models need"
+	@$(PIP) install -c constraints.txt -e ".[test,plots,hf]"
 	@touch $@
 
 # Coverage-guided fuzzing. There are wheels for Python 3.11 to 3.13 on x86-64; elsewhere its tests are skipped.
@@ -115,5 +118,6 @@ clean:
 
 .venv/.tools: pyproject.toml constraints.txt | .venv/bin/python
 	@native/system_packages.sh $(CURDIR)/.venv/bin/python
-	$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py dev)
+	@echo "installing the tools of developers"
+	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py dev)
 	@touch $@

@@ -28,7 +28,7 @@ tiermem: swap precision policy schedule config zero optim weights checkpoint for
 tiermem.swap: tier ranges errors durable parts native accelerator nodes torch_step arena direct paths run_folder files queue
     passes checksum move entry resources store pipeline stream
 tiermem.config: keys base io optimizer precision zero translate root load
-tiermem.zero: registry failures topology joining collectives quantised leaf unit state_layout gather packed reduce plan
+tiermem.zero: registry failures topology joining collectives compute quantised leaf unit state_layout gather packed reduce plan
     estimate agreement absent unit_state values prefetcher gradient_store gradients backward_marks hooks init_params settle
     shards access tiled init partition_parameters
 tiermem.optim: rules tile tile_step tiles ordinary sharded base classes

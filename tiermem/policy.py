@@ -37,6 +37,7 @@ _SHARDED_STATES = FromStage(1, "offload needs stage 1, 2 or 3")
 _SHARDED_GRADS = FromStage(2, "gradients are sharded in stages 2 and 3")
 _SHARDED_PARAMS = FromStage(3, "it acts in stage 3 alone, where parameters are partitioned")
 MasterFrom = Literal["param", "init"]
+ComputeDtype = Literal["storage", "fp32", "measured"]
 OnNonfinite = Literal["skip", "raise", "apply"]
 Durability = Literal["checkpoint", "step", "none"]
 Verify = Literal["always", "sample", "resume"]
@@ -209,6 +210,10 @@ class OffloadPolicy:
     """Longest wait for another rank before the run stops with an error."""
     join_timeout_s: Seconds = 60.0
     """Longest wait for all ranks to start, where the process group is made here; no more than timeout_s."""
+    compute_dtype: ComputeDtype = "storage"
+    """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which each fetched unit is widened in
+    its buffer, which takes 4 bytes an element then. "measured": fp32 where this machine's 16-bit products are slow, which is
+    measured when the model is sharded (zero/compute.py)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))
@@ -242,6 +247,8 @@ class OffloadPolicy:
             if self.stage < stage and value != getattr(type(self), name):
                 shown = value.value if isinstance(value, Tier) else value
                 yield name, f"{shown} with stage {self.stage}, but {reason}; set stage to {stage}, or leave it out"
+        for name in against_widening(self) if self.compute_dtype == "fp32" else ():
+            yield "compute_dtype", f'"fp32" is given, but {name} does not allow it; set "storage" or "measured"'
         if self.uses_nvme and not self.paths:
             wanted = [n for n in ("params", "optim", "grads") if getattr(self, n) is Tier.NVME]
             yield (
@@ -260,3 +267,10 @@ class OffloadPolicy:
                 "two_stage_gather",
                 "True without shard_group_size, but it is a way of gathering within a shard group; set both",
             )
+
+
+def against_widening(policy: OffloadPolicy) -> Iterator[str]:
+    """Yields the fields of a policy that keep units from being widened to fp32 for the maths."""
+    if policy.stage != 3:
+        yield "stage"  # parameters are always present, as they rest
+    yield from (name for name in ("gather_dtype", "quantised_gather", "quantised_frozen") if getattr(policy, name))

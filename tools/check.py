@@ -26,6 +26,7 @@ from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import CheckOptions
 from tiermem.tools.reports import table
 from tiermem.tools.words import format_bytes
+from tiermem.zero.compute import measure_products
 
 # ---- tiermem check --config ds.json ----------------------------------------------------------------------------------
 #
@@ -138,6 +139,19 @@ def find_system() -> Iterator[Finding]:
     for name, (can_run, line) in try_engines().items():
         yield Finding(f"engine {name}", line if can_run else f"cannot run: {line}")
     yield Finding("kernels", f"{choose_isa()}, {torch.get_num_threads()} threads")
+    yield find_products()
+
+
+def find_products() -> Finding:
+    """The rates of matrix products on one thread, per type."""
+    each = [measure_products([(1024, 1024)], dtype) for dtype in (torch.bfloat16, torch.float16)]
+    shown = [f"{name} {of.rest_flops / 1e9:.1f}" for name, of in zip(("bf16", "fp16"), each, strict=True)]
+    advice = (
+        "`tiermem train --precision auto` multiplies bf16 weights in fp32; in a config: "
+        '"tiermem": {"compute_dtype": "measured"}'
+    )
+    found = f"fp32 {max(of.fp32_flops for of in each) / 1e9:.1f}, {', '.join(shown)} GFLOP/s a thread"
+    return Finding("products", found, advice if each[0].is_slow else "")
 
 
 def find_gpu() -> Iterator[Finding]:

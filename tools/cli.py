@@ -1,7 +1,8 @@
 """The command line: `tiermem train`, `plan`, `check`, `tune`, `fsck`, `inspect`, `import`, `export` and `bench`.
 
-A user's mistake prints one line on stderr and ends with exit status 2; --debug shows the traceback. Large packages are
-imported only when a command needs them: torch belongs to the trainer's process.
+A user's mistake prints one line on stderr, with the command to write instead where one is known (mistakes.py), and ends with
+exit status 2; --debug shows the traceback. Large packages are imported only when a command needs them: torch belongs to the
+trainer's process.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import inspect
 import sys
 import traceback
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 
+import tiermem
 from tiermem.tools import options
-from tiermem.tools.words import EXIT_INTERRUPTED, EXIT_USER, message_of, options_of
+from tiermem.tools.mistakes import EXAMPLES, PROGRAM, UsageError, answer, corrected, write
+from tiermem.tools.presets import PRESETS
+from tiermem.tools.train_job import LIST_OF_STEPS
+from tiermem.tools.words import EXIT_INTERRUPTED, EXIT_USER, Mistake, OneOf, message_of, options_of
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "app", "main", "spread_lists"]
 
@@ -27,7 +32,6 @@ _LISTS = ("--nvme", "--data", "--path")
 app = typer.Typer(
     help="Train models whose states do not fit in memory.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -37,7 +41,27 @@ bench = typer.Typer(help="Measure what this machine reaches.", no_args_is_help=T
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `tiermem` program; ends the process with its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    app(args=spread_lists(given), prog_name="tiermem")
+    try:
+        status = app(args=spread_lists(_with_list_of_steps(given)), prog_name=PROGRAM, standalone_mode=False, obj=given)
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error)
+        else:
+            print(answer(error, given), file=sys.stderr)
+        status = EXIT_USER
+    except typer.Abort:  # the end of a terminal's input
+        status = EXIT_INTERRUPTED
+    sys.exit(status)
+
+
+def _with_list_of_steps(arguments: Sequence[str]) -> list[str]:
+    """`--resume` without a folder, as the word that asks for the list of them."""
+    words = list(arguments)
+    if "--resume" in words:
+        after = words.index("--resume") + 1
+        if after == len(words) or words[after].startswith("-"):
+            words.insert(after, LIST_OF_STEPS)
+    return words
 
 
 def spread_lists(arguments: Sequence[str]) -> list[str]:
@@ -64,7 +88,7 @@ def _register(words: str, kind: Any, work: str, stopped: str | None) -> None:
     if not has_debug:
         parameters.append(_parameter("is_debug", bool, False, typer.Option("--debug", help="show tracebacks")))
 
-    def run(**given: Any) -> None:
+    def run(context: typer.Context, **given: Any) -> None:
         from tiermem.tools.reports import open_console
 
         is_debug = given["is_debug"] if has_debug else given.pop("is_debug")
@@ -73,7 +97,7 @@ def _register(words: str, kind: Any, work: str, stopped: str | None) -> None:
             made = _made(kind, given)
             status = getattr(importlib.import_module(f"tiermem.tools.{module}"), name)(made, open_console())
         except (ValueError, OSError) as error:
-            status = refuse(words, error, is_debug)
+            status = refuse(words, error, is_debug, context.obj)
         except KeyboardInterrupt:
             if stopped is None:
                 raise
@@ -81,17 +105,21 @@ def _register(words: str, kind: Any, work: str, stopped: str | None) -> None:
             status = EXIT_INTERRUPTED
         raise typer.Exit(status)
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    ours = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    run.__signature__ = inspect.Signature([ours, *parameters])  # type: ignore[attr-defined]
     run.__doc__ = kind.__doc__
     group, name = (bench, words.removeprefix("bench ")) if words.startswith("bench ") else (app, words)
     group.command(name)(run)
 
 
-def refuse(words: str, error: Exception, is_debug: bool) -> int:
+def refuse(words: str, error: Exception, is_debug: bool, given: Sequence[str]) -> int:
     """One line for the user, and the traceback when asked for; returns the exit status."""
     if is_debug:
         traceback.print_exception(error)
-    print(f"tiermem {words}: {' '.join(message_of(error).split())}", file=sys.stderr)
+    said = " ".join(message_of(error).split())
+    if isinstance(error, Mistake):
+        said += f"; {write(corrected(given, error.instead))}"
+    print(f"{PROGRAM} {words}: {said}", file=sys.stderr)
     return EXIT_USER
 
 
@@ -107,7 +135,11 @@ def _parameters_of(kind: Any) -> Iterator[inspect.Parameter]:
             hint, default = (hint, default) if default is ... else (hint | None, None)
         shown: Any
         if said.name:
-            shown = typer.Option(said.name, help=said.help, show_default=said.shows_default)
+            words = (
+                said.check.allowed if isinstance(said.check, OneOf) else tuple(PRESETS) if field == "preset" else None
+            )
+            complete = None if words is None else _completions(words)
+            shown = typer.Option(said.name, help=said.help, show_default=said.shows_default, autocompletion=complete)
         else:
             shown = typer.Argument(help=said.help, metavar=said.metavar)
         yield _parameter(field, hint, inspect.Parameter.empty if default is ... else default, shown)
@@ -118,11 +150,24 @@ def _parameter(name: str, hint: Any, default: Any, shown: Any) -> inspect.Parame
     return inspect.Parameter(name, kind, default=default, annotation=Annotated[hint, shown])
 
 
+def _completions(words: Sequence[str]) -> Callable[[str], list[str]]:
+    """What a shell offers for the beginning of an option's value."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
 def _made(kind: Any, given: dict[str, Any]) -> Any:
     """The dataclass of what was given on the command line. Raises ValueError and OSError for values that cannot be."""
     for field, said in options_of(kind).items():
         if said.parse is not None and given[field] is not None:
-            given[field] = said.parse(given[field])
+            try:
+                given[field] = said.parse(given[field])
+            except ValueError as error:
+                example = EXAMPLES.get(said.name) or str(said.given)
+                raise Mistake(f"{said.name}: {error}", {said.name: f"{said.name} {example}"}) from None
         elif said.given == ():
             given[field] = tuple(given[field] or ())
     return kind(**given)
@@ -131,9 +176,17 @@ def _made(kind: Any, given: dict[str, Any]) -> Any:
 # ---- the commands ----------------------------------------------------------------------------------------------------
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"{PROGRAM} {tiermem.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
-    """Keeps `train` a sub-command."""
+def _root(
+    version: bool = typer.Option(False, "--version", help="show the version", is_eager=True, callback=_show_version),
+) -> None:
+    """Train models whose states do not fit in memory."""
 
 
 _STOPPED, _UNWRITTEN = "stopped; nothing is left on the paths", "stopped by Ctrl-C; nothing was written"

@@ -48,6 +48,11 @@ class Job:
     to_save: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What is saved of the job itself (train_job.py)."""
 
+    @property
+    def compute(self) -> str:
+        """The precision of products, once the config says it."""
+        return compute_of(self.config, self.precision)
+
     def save(self, file: Path) -> None:
         """Writes it."""
         save_json(file, dataclasses.asdict(self))
@@ -56,6 +61,11 @@ class Job:
     def load(file: Path) -> Job:
         """Reads what `save` wrote."""
         return Job(**read_json(file))
+
+
+def compute_of(config: Mapping[str, Any], precision: str) -> str:
+    """The precision of products under a config, for weights of a precision."""
+    return "fp32" if (config.get("tiermem") or {}).get("compute_dtype") == "fp32" else precision
 
 
 # ---- the channel: one JSON object a line, over an inherited pipe -----------------------------------------------------

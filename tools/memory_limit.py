@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.tools.machine import read_word
-from tiermem.tools.words import format_bytes
+from tiermem.tools.machine import available_bytes, read_word
+from tiermem.tools.words import format_bytes, parse_bytes
 
 KINDS = ("cgroup-v1", "cgroup-v2", "systemd-scope", "watch")
 _PREFIX = "tiermem-"
@@ -256,6 +256,31 @@ def open_limit(limit_bytes: int | None) -> MemoryLimit:
         except OSError as error:
             refusals.append(f"{kind}: {error}")
     raise AssertionError("a watch is always possible")
+
+
+_AUTO_PART = 0.9
+
+
+def parse_memory(text: str) -> int:
+    """A size, or "auto": nine tenths of what is free now, here and in every cgroup around this process. Raises ValueError."""
+    if text.strip().lower() != "auto":
+        return parse_bytes(text)
+    return int(_AUTO_PART * min(available_bytes(), *_left_in_cgroups())) & -(1 << 20)
+
+
+def _left_in_cgroups() -> list[int]:
+    """Bytes that the cgroups around this process still grant; at least one figure, which may be no limit at all."""
+    left = [1 << 62]
+    for controller, limit, usage in (
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("", "memory.max", "memory.current"),
+    ):
+        own = own_cgroup(controller)
+        for folder in () if own is None else (own, *own.parents):
+            most, used = _number(folder / limit), _number(folder / usage)
+            if most is not None and used is not None:
+                left.append(max(0, most - used))
+    return left
 
 
 def _open(kind: str, limit_bytes: int, why: str) -> MemoryLimit:

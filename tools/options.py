@@ -18,7 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiermem.tools.machine import num_cores, parse_tbw
+from tiermem.tools.memory_limit import parse_memory
 from tiermem.tools.words import (
+    Mistake,
+    OneOf,
     Options,
     above_zero,
     at_least,
@@ -26,7 +29,7 @@ from tiermem.tools.words import (
     folders,
     format_bytes,
     from_to,
-    one_of,
+    memory_of,
     option,
     parse_bytes,
     parse_count,
@@ -37,7 +40,8 @@ from tiermem.tools.words import (
 )
 
 OFFLOADS = ("none", "cpu", "nvme")
-PRECISIONS = ("bf16", "fp32", "fp16")
+PRECISIONS = ("auto", "bf16", "fp32", "fp16")
+COMPUTES = ("auto", "storage", "fp32")
 STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
 DURABILITIES = ("checkpoint", "step", "none")
 ENGINES = ("auto", "uring", "aio", "threads")
@@ -50,8 +54,11 @@ _LEAST_MEMORY_BYTES = 32 << 20
 _LEAST_STEPPED, _LEAST_ADAM = 4096, 1024  # parameters
 _PAGE_BYTES = 4096
 
+MADE_OF = ("offload", "precision", "states", "batch")
+"""The options that `plan` makes a config of, where none is given."""
+_OF_A_MACHINE = memory_of(1 << 20)
 POSITIVE, CORES = at_least(1), from_to(1, num_cores, ", the cores of this process")
-ENGINE = one_of(*ENGINES)
+ENGINE = OneOf(*ENGINES)
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
 
@@ -64,9 +71,15 @@ class TrainOptions(Options):
     config: Path | None = option(None, "a Hugging Face config.json")
     model: Path | None = option(None, "a local checkpoint: config.json and safetensors")
     data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
-    offload: str | None = option(None, "home of all states: none, cpu or nvme [default: nvme]", check=one_of(*OFFLOADS))
+    offload: str | None = option(None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS))
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: the run's folder]")
-    memory_bytes: int | None = size(None, "hard limit of host memory, such as 1250MiB", "--memory")
+    memory_bytes: int | None = option(
+        None,
+        "hard limit of host memory, such as 1250MiB; auto: nine tenths of what is free",
+        "--memory",
+        parse_memory,
+        memory_of(_LEAST_MEMORY_BYTES, ", which Python alone exceeds"),
+    )
     deepspeed_config: Path | None = option(None, "a DeepSpeed-style JSON config")
     tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
     tbw_bytes: int | None = option(None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw)
@@ -75,9 +88,19 @@ class TrainOptions(Options):
     batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
     seed: int | None = option(None, "of weights and of the order of data [default: 0]", check=from_to(0, (1 << 63) - 1))
     lr: float | None = option(None, "learning rate of AdamW [default: 0.0001]")
-    precision: str | None = option(None, "bf16, fp32 or fp16 [default: bf16]", check=one_of(*PRECISIONS))
+    precision: str | None = option(
+        None,
+        "of weights: bf16, fp32 or fp16; auto: bf16, with --compute auto [default: auto]",
+        check=OneOf(*PRECISIONS),
+    )
+    compute: str | None = option(
+        None,
+        "what 16-bit weights are multiplied in: storage (as they rest), fp32, or auto (fp32 where 16-bit products are slow)"
+        " [default: storage]",
+        check=OneOf(*COMPUTES),
+    )
     states: str | None = option(
-        None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=one_of(*STATES)
+        None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=OneOf(*STATES)
     )
     is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
     layers: int | None = option(None, "another number of layers", check=POSITIVE)
@@ -85,29 +108,27 @@ class TrainOptions(Options):
         None, "optimizer states kept in memory, such as 200MiB [default: what the cap leaves]", "--resident"
     )
     threads: int | None = option(None, "of the maths [default: what torch takes]", check=CORES)
-    resume: Path | None = option(None, "go on from what --save wrote, or from a run; what is not given is as it was")
+    resume: Path | None = option(
+        None, "go on from what --save wrote, or from a run; what is not given is as it was; without a value: list them"
+    )
     save: Path | None = option(None, "folder of checkpoints [default, with --save-every: in the run's folder]")
     save_every: int | None = option(None, "steps between two checkpoints [default: one at the end]", check=POSITIVE)
     durability: str | None = option(
         None,
         "checkpoint, step (each is durable) or none (half the disk) [default: checkpoint]",
-        check=one_of(*DURABILITIES),
+        check=OneOf(*DURABILITIES),
     )
     keep: int | None = option(None, "checkpoints that stay where states rest [default: 1]", check=POSITIVE)
     json_file: Path | None = option(None, "write the figures here", "--json")
     runs: Path = option(Path("runs"), "folder that keeps a folder per run")
     has_peers: bool = option(False, "also train with plain PyTorch, and DeepSpeed", "--peers")
     peer_python: Path | None = option(None, "an interpreter that has DeepSpeed")
+    is_verbose: bool = option(False, "show every phase and step, and all tables", "--verbose")
     is_debug: bool = option(False, "show tracebacks and what the trainer prints", "--debug")
 
     def check_together(self) -> None:
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"--lr is {self.lr}; it must be a number of 0 or more")
-        if self.memory_bytes is not None and self.memory_bytes < _LEAST_MEMORY_BYTES:
-            raise ValueError(
-                f"--memory is {self.memory_bytes} bytes, which Python alone exceeds: give {_LEAST_MEMORY_BYTES >> 20}MiB or "
-                "more, with the unit"
-            )
         if self.peer_python is not None and not self.has_peers:
             raise ValueError("--peer-python names an interpreter for --peers, which is not given")
 
@@ -118,23 +139,33 @@ class PlanOptions(Options):
 
     MADE_BY = "tiermem plan"
 
-    config: Path | None = option(None, "a DeepSpeed-style JSON config")
+    config: Path | None = option(None, "a DeepSpeed-style JSON config [default: made of the options]")
     preset: str | None = option(None, "151m, 419m, 1.3b, 3b or 7b: a Llama of that size")
     model: Path | None = option(None, "a Hugging Face config.json, or the folder it lies in")
-    shows_paper: bool = option(False, "show the ZeRO-Infinity paper's table of memory, and plan nothing", "--paper")
+    shows_paper: bool = option(
+        False, "show the ZeRO-Infinity paper's table and the estimators of a model (7b), and plan nothing", "--paper"
+    )
+    offload: str | None = option(None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS))
+    precision: str | None = option(None, "of weights: as in `train` [default: auto]", check=OneOf(*PRECISIONS))
+    states: str | None = option(
+        None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=OneOf(*STATES)
+    )
+    batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
     ranks: int = option(1, "ranks (GPUs) on each node", check=POSITIVE)
     nodes: int = option(1, "nodes", check=POSITIVE)
     gpu_bytes: int | None = size(
-        None, "of each rank's GPU, such as 80GiB [default: the maths runs on the CPU]", "--gpu-memory"
+        None, "of each rank's GPU, such as 80GiB [default: the maths runs on the CPU]", "--gpu-memory", _OF_A_MACHINE
     )
-    host_bytes: int | None = size(None, "of each node, such as 512GiB [default: no limit]", "--host-memory")
-    nvme_bytes: int | None = size(None, "of each node, such as 7TB [default: no limit]", "--nvme-size")
+    host_bytes: int | None = size(
+        None, "of each node, such as 512GiB [default: no limit]", "--host-memory", _OF_A_MACHINE
+    )
+    nvme_bytes: int | None = size(None, "of each node, such as 7TB [default: no limit]", "--nvme-size", _OF_A_MACHINE)
     nvme_rate: str | None = option(None, "GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]")
     is_duplex: bool = option(False, "the disks read and write at full speed at once", "--duplex")
     rates: Path | None = option(None, "what `tiermem tune` wrote: its measured rates")
     flops: float | None = option(
         None,
-        "operations a second that a rank reaches, such as 150T [default: measured here]",
+        "operations a second that a rank reaches, such as 150T [default: measured here; 150T is assumed of a GPU]",
         parse=parse_flops,
         check=above_zero,
     )
@@ -150,16 +181,13 @@ class PlanOptions(Options):
     def check_together(self) -> None:
         if self.shows_paper:
             return
-        if self.config is None:
-            raise ValueError("--config is missing: give the config to plan for, or --paper for the paper's table alone")
         if (self.preset is None) == (self.model is None):
             said = "both are given" if self.preset else "none is given"
-            raise ValueError(f"a model is named by exactly one of --preset and --model; {said}")
-        if self.gpu_bytes is not None and self.flops is None:
-            raise ValueError(
-                "--gpu-memory plans for GPUs, whose speed cannot be measured here: give --flops, the operations a second "
-                "that one reaches, such as 150T"
-            )
+            instead = {"--model": ""} if self.preset else {"--preset": "--preset 7b"}
+            raise Mistake(f"a model is named by exactly one of --preset and --model; {said}", instead)
+        decided = {f"--{name}": "" for name in MADE_OF if getattr(self, name) is not None}
+        if self.config is not None and decided:
+            raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
         if self.nvme_rate is not None and self.rates is not None:
             raise ValueError("--nvme-rate and --rates both say how fast the disks are; give one of them")
 
@@ -206,7 +234,7 @@ class IoBenchOptions(Options):
     depths: Sequence[int] = several("1,8,32", "blocks in flight", "--depth", int, from_to(1, 4096))
     engines: Sequence[str] = several("auto", "some of auto,uring,aio,threads", "--engine", check=ENGINE)
     modes: Sequence[str] = several(
-        "read,write,mixed,random", "some of read,write,mixed,random,tensors,sustained", "--mode", check=one_of(*MODES)
+        "read,write,mixed,random", "some of read,write,mixed,random,tensors,sustained", "--mode", check=OneOf(*MODES)
     )
     ranks: Sequence[int] = several("1", "processes at once, such as 1,4", "--ranks", int, from_to(1, 1024))
     loops: int = option(5, "passes of each setting, turn and turn about", check=POSITIVE)
@@ -263,7 +291,7 @@ class StepBenchOptions(Options):
     num_params: int = option(
         "256M", "parameters to step, such as 256M", "--params", parse_count, at_least(_LEAST_STEPPED)
     )
-    precision: str = option("bf16", "of parameters and gradients: fp32 or bf16", check=one_of("bf16", "fp32"))
+    precision: str = option("bf16", "of parameters and gradients: fp32 or bf16", check=OneOf("bf16", "fp32"))
     preset: str = option("exact", "of states: exact, compact, bf16, tiny; several with commas are compared")
     loops: int = option(5, "steps to time", check=POSITIVE)
     resident: str = option("0", "states kept in memory; several such as 0,25%,1GiB are compared")

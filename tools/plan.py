@@ -22,34 +22,48 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.forecast.forecast import PHASES
-from tiermem.forecast.rates import PAPER_BATCH, PAPER_GPUS, PAPER_MODELS, PAPER_SEQ, Compute, Rates
+from tiermem.forecast.rates import Compute, Rates
 from tiermem.policy import Tier
 from tiermem.tools.bench.files import measure_disks
+from tiermem.tools.launcher import compute_of
 from tiermem.tools.machine import available_bytes
-from tiermem.tools.options import PlanOptions
+from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
+from tiermem.tools.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, plan_scenario
-from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums
-from tiermem.tools.presets import ModelShape, shape_of
+from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums, settle_compute
+from tiermem.tools.presets import ModelShape, preset, shape_of
 from tiermem.tools.reports import table
-from tiermem.tools.train_job import micro_batch_of, nvme_folders, precision_of, read_config, with_key
-from tiermem.tools.words import format_bytes
+from tiermem.tools.train_job import (
+    Config,
+    make_config,
+    micro_batch_of,
+    nvme_folders,
+    precision_of,
+    read_config,
+    with_key,
+)
+from tiermem.tools.words import Mistake, format_bytes
 
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
 _PROBE_S = 1.0
 _ASSUMED_DISK = (3.0e9, 2.0e9)  # bytes a second, read and write: a plain NVMe drive
+_ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16 bits
+_DISK_THERE = Path("/mnt/nvme0")
 
 
 def plan(options: PlanOptions, console: Console) -> int:
     """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when something is measured."""
     if options.shows_paper:
         print_paper(console)
+        name = options.preset or (str(options.model) if options.model is not None else ESTIMATED)
+        shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
+        print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
-    assert options.config is not None
-    model = options.model
-    shape = shape_of(
-        options.preset, model / "config.json" if model is not None and model.is_dir() else model, "--model"
-    )
-    config = read_config(options.config, [], 1)
+    shape, config = _shape(options), _config(options)
+    if (
+        options.flops is None and options.gpu_bytes is None
+    ):  # the maths is measured here, in the dtype that is best here
+        config, _ = settle_compute(config, shape)
     with console.status("measuring this machine"):
         rates, compute, sources = _speed(options, shape, config)
     cluster = Cluster(options.nodes, options.ranks, options.gpu_bytes, options.host_bytes, options.nvme_bytes)
@@ -58,6 +72,23 @@ def plan(options: PlanOptions, console: Console) -> int:
     print_plan(planned, advice, sources, console)
     options.save_json(plan_figures(planned, advice, sources))
     return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
+
+
+def _shape(options: PlanOptions) -> ModelShape:
+    model = options.model
+    return shape_of(options.preset, model / "config.json" if model is not None and model.is_dir() else model, "--model")
+
+
+def _config(options: PlanOptions) -> Config:
+    """The config given, or one made of the options as `train` makes it; the disk of a GPU's machine is not one of this."""
+    if options.config is None:
+        folder = Path() if options.gpu_bytes is None else _DISK_THERE
+        return make_config(TrainOptions(**{name: getattr(options, name) for name in MADE_OF}), [folder])
+    config = read_config(options.config, [], 1)
+    if "model_type" in config:
+        instead = {"--config": f"--model {options.config}", "--preset": ""}
+        raise Mistake(f"{options.config} is a model's config, and --config takes a DeepSpeed-style one", instead)
+    return config
 
 
 def parse_rates(text: str) -> tuple[float, float]:
@@ -101,9 +132,12 @@ def _speed(
         near_bytes_s=options.near_bytes_s,
     )
     sources = [source]
-    if options.flops is not None:
-        compute = options.flops
-        sources.append(f"computing: {options.flops:.3g} operations a second a rank, given by --flops")
+    if options.flops is not None or options.gpu_bytes is not None:
+        compute, source = (
+            options.flops or _ASSUMED_FLOPS,
+            "given by --flops" if options.flops else "assumed: give --flops",
+        )
+        sources.append(f"computing: {compute:.3g} operations a second a rank, {source}")
         sources.append(f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed")
     else:
         compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(options.ranks)
@@ -126,14 +160,15 @@ def _speed(
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
     """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this machine's free memory."""
     precision, num_bytes, folders = precision_of(config), available_bytes(), _folders_here(config)
-    copy = copy_bytes(shape, precision, bool(folders))
+    compute = compute_of(config, precision)
+    copy = copy_bytes(shape, precision, bool(folders), compute)
     if copy > num_bytes:
         raise ValueError(
             f"a small copy of the model, to measure how fast this machine computes, takes {copy} bytes and {num_bytes} are "
             "free: give --flops, the operations a second that a rank reaches"
         )
     micro = micro_batch_of(config, 1)
-    return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders)
+    return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders, compute)
 
 
 def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates, str]:
@@ -215,39 +250,6 @@ def plan_figures(planned: Planned, advice: Sequence[Advice], sources: Sequence[s
             {"change": each.words, "fits": each.fits, "seconds": dict(each.planned.forecast.seconds)} for each in advice
         ],
     }
-
-
-def print_paper(console: Console) -> None:
-    """Prints the table of memory of the ZeRO-Infinity paper, by its own formulas (tiermem.forecast.rates)."""
-    title = (
-        f"memory that large models need, as arXiv 2104.07857 counts it ({PAPER_BATCH} sequences of {PAPER_SEQ} tokens on a "
-        f"node of {PAPER_GPUS} GPUs; TB and GB are powers of 2)"
-    )
-    sizes = (
-        ">states TB",
-        ">activations TB/node",
-        ">checkpoints TB/node",
-        ">state work GB/GPU",
-        ">activation work GB/GPU",
-    )
-    shown = table(title, "parameters", ">layers", ">hidden", ">heads", *sizes)
-    for model in PAPER_MODELS:
-        of_a_node = model.activation_bytes(PAPER_BATCH, PAPER_SEQ), model.checkpoint_bytes(PAPER_BATCH, PAPER_SEQ)
-        of_a_gpu = model.state_working_bytes, model.activation_working_bytes(PAPER_BATCH // PAPER_GPUS, PAPER_SEQ)
-        shown.add_row(
-            f"{model.num_params / 1e12:.2f} T",
-            str(model.num_layers),
-            f"{model.hidden // 1024}K",
-            str(model.num_heads),
-            *(_half_up(num_bytes / (1 << 40)) for num_bytes in (model.state_bytes, *of_a_node)),
-            *(_half_up(num_bytes / (1 << 30)) for num_bytes in of_a_gpu),
-        )
-    console.print(shown)
-
-
-def _half_up(number: float) -> str:
-    """Two digits, 5 rounded up, as the paper has them."""
-    return f"{math.floor(number * 100 + 0.5) / 100:.2f}"
 
 
 def _tier_table(planned: Planned) -> Table:

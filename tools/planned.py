@@ -25,8 +25,9 @@ from tiermem.forecast import Choice, Forecast, Rates, choose, forecast_step, use
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
+from tiermem.tools.launcher import Job, compute_of
 from tiermem.tools.presets import ModelSizes
-from tiermem.tools.words import format_bytes
+from tiermem.tools.words import Mistake, format_bytes
 from tiermem.zero.plan import USUAL_ON_DEVICE, Plan, Row, make_plan
 from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology, plan_topology
@@ -78,36 +79,94 @@ class Budget:
         parts = " - ".join(f"{format_bytes(term.num_bytes)} ({term.what})" for term in self.terms)
         return f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.host_bytes)} for the store"
 
-    def check(self, least_bytes: int = 0) -> None:
-        """Raises ValueError with the arithmetic when less than `least_bytes` is left, or nothing."""
-        if self.host_bytes >= max(least_bytes, 1):
-            return
-        enough = self.cap_bytes - self.host_bytes + max(least_bytes, 64 << 20)
-        raise ValueError(
-            f"a cap of {format_bytes(self.cap_bytes)} is too small: {self.explain()}; {format_bytes(least_bytes)} are "
-            f"needed. Give --memory {-(-enough // (1 << 20))}MiB, a shorter --seq, a smaller --batch or --checkpointing"
-        )
-
 
 def plan_budget(
-    cap_bytes: int, resident_bytes: int, sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool
+    cap_bytes: int,
+    resident_bytes: int,
+    sizes: ModelSizes,
+    num_tokens: int,
+    precision: str,
+    is_checkpointing: bool,
+    compute: str | None = None,
 ) -> Budget:
     """The budget of a run: `resident_bytes` measured after imports, `num_tokens` of one micro-batch."""
     margin = max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes))
     terms = (
         Row("interpreter and libraries", Tier.HOST, resident_bytes, "resident after the imports, measured"),
-        *activation_rows(sizes, num_tokens, precision, is_checkpointing, is_gpu=False),
+        *activation_rows(sizes, num_tokens, precision, is_checkpointing, is_gpu=False, compute=compute),
         Row("margin", Tier.HOST, margin, "stacks, page tables, Python objects"),
     )
     return Budget(cap_bytes, terms)
 
 
+def check_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Budget | None:
+    """The budget of a job under its cap; None where it has no cap, or a config that names `host_bytes`.
+
+    resident_bytes: of the process with everything imported.
+    Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the smallest cap that is not.
+    """
+    if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
+        return None
+    budget = _budget(job, job.memory_limit_bytes, resident_bytes)
+    if _fits(job, budget, is_gpu):
+        return budget
+    small, enough = job.memory_limit_bytes, 2 * job.memory_limit_bytes
+    while not _fits(job, _budget(job, enough, resident_bytes), is_gpu):
+        small, enough = enough, 2 * enough
+        if enough > _NO_CAP_BYTES:  # something else is wrong: the start says what
+            return budget
+    while enough - small > _CAP_STEP_BYTES:
+        middle = (small + enough) // 2
+        fits = _fits(job, _budget(job, middle, resident_bytes), is_gpu)
+        small, enough = (small, middle) if fits else (middle, enough)
+    least = f"--memory {-(-enough // _CAP_STEP_BYTES) * (_CAP_STEP_BYTES >> 20)}MiB"
+    raise Mistake(
+        f"--memory {format_bytes(job.memory_limit_bytes)} is too small for this model, and {least} is the smallest that works, "
+        f"or a smaller one with --checkpointing or a shorter --seq ({budget.explain()})",
+        {"--memory": least},
+    )
+
+
+_CAP_STEP_BYTES = 10 << 20
+_NO_CAP_BYTES = 1 << 44
+
+
+def _budget(job: Job, cap_bytes: int, resident_bytes: int) -> Budget:
+    sizes, tokens = ModelSizes.of(job.shape), job.batch * job.seq
+    return plan_budget(cap_bytes, resident_bytes, sizes, tokens, job.precision, job.is_checkpointing, job.compute)
+
+
+def _fits(job: Job, budget: Budget, is_gpu: bool) -> bool:
+    """Whether the plan of a job on one rank fits what a budget leaves for the store."""
+    if budget.host_bytes <= 0:
+        return False
+    loaded = resolve_auto(load_config(job.config), ModelSizes.of(job.shape).hidden)
+    policy = dataclasses.replace(loaded.policy(), host_bytes=budget.host_bytes)
+    topology = plan_topology(1, policy, 1)
+    division = divide(meta_model(job.shape, loaded.precision), policy, topology.num_shards)
+    try:
+        make_plan(division, policy, topology, is_gpu, 1)
+    except ValueError:
+        return False
+    return True
+
+
 def activation_rows(
-    sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool, is_gpu: bool
+    sizes: ModelSizes,
+    num_tokens: int,
+    precision: str,
+    is_checkpointing: bool,
+    is_gpu: bool,
+    compute: str | None = None,
 ) -> list[Row]:
-    """Returns the rows of a forward and backward of `num_tokens`, at their peak, on the tier where the maths runs."""
-    element, tier = DTYPES[precision].itemsize, Tier.DEVICE if is_gpu else Tier.HOST
-    saved = saved_bytes_per_token(sizes, precision)
+    """Returns the rows of a forward and backward of `num_tokens`, at their peak, on the tier where the maths runs.
+
+    precision: of weights and their gradients; compute: of products and activations, where it is another.
+    """
+    compute = compute or precision
+    element, tier = DTYPES[compute].itemsize, Tier.DEVICE if is_gpu else Tier.HOST
+    at_rest = DTYPES[precision].itemsize
+    saved = saved_bytes_per_token(sizes, compute)
     block = num_tokens * saved
     if is_checkpointing:
         kept = sizes.num_layers * num_tokens * sizes.hidden * element
@@ -118,17 +177,20 @@ def activation_rows(
     working = 2 * block if is_checkpointing else block
     logits = num_tokens * sizes.vocabulary * (2 * element + 12)
     heap = int(HEAP_PART * (kept + working + logits))
-    loss_why = f"{num_tokens} x {sizes.vocabulary}: in {precision}, float, softmax, gradient"
+    loss_why = f"{num_tokens} x {sizes.vocabulary}: in {compute}, float, softmax, gradient"
     heap_why = f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"
     terms = [
         ("activations", kept, kept_why),
         ("one block at work", working, "recomputed and " * is_checkpointing + "turned into gradients"),
         ("logits and loss", logits, loss_why),
-        ("gradients in autograd", sizes.unit_numel * element, f"largest unit: {sizes.unit_numel} x {element} B"),
+        ("gradients in autograd", sizes.unit_numel * at_rest, f"largest unit: {sizes.unit_numel} x {at_rest} B"),
     ]
+    if compute != precision:
+        wide = sizes.weight_numel * element
+        terms.append(("wide gradient", wide, f"the largest weight's in {compute}, before it is rounded to {precision}"))
     on_cpu_only = [
         ("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
-        ("gradients before", sizes.block_numel * element, "the last block's: freed, kept by the C library's heap"),
+        ("gradients before", sizes.block_numel * at_rest, "the last block's: freed, kept by the C library's heap"),
         ("allocator", heap, heap_why),
     ]
     return [Row(what, tier, num_bytes, why) for what, num_bytes, why in (*terms, *([] if is_gpu else on_cpu_only))]
@@ -253,7 +315,14 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     num_tokens = batch.micro * scenario.seq
     extra = [
         INTERPRETER,
-        *activation_rows(sizes, num_tokens, loaded.precision, scenario.is_checkpointing, is_gpu),
+        *activation_rows(
+            sizes,
+            num_tokens,
+            loaded.precision,
+            scenario.is_checkpointing,
+            is_gpu,
+            compute_of(scenario.config, loaded.precision),
+        ),
     ]
     policy = loaded.policy()
     if policy.host_bytes is None and cluster.host_bytes is not None:  # the store has what a node's memory leaves

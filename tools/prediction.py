@@ -28,11 +28,12 @@ from tiermem.swap.checksum import crc32c
 from tiermem.swap.native import Workers
 from tiermem.swap.queue import Event
 from tiermem.tools.bench.small_training import PHASES, clock_of, timed
-from tiermem.tools.launcher import Job
+from tiermem.tools.launcher import Job, compute_of
 from tiermem.tools.planned import activation_rows, hf_config, meta_model, passing_rows, transformers
 from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
 from tiermem.tools.run_record import Figures, Span, covered, within
-from tiermem.tools.train_job import Config, with_key
+from tiermem.tools.train_job import Config, precision_of, with_key
+from tiermem.zero.compute import ComputeChoice, choose_compute
 
 # ---- the trained model -----------------------------------------------------------------------------------------------
 #
@@ -169,15 +170,16 @@ def measure_maths(
     seq: int,
     is_checkpointing: bool = False,
     folders: Sequence[Path] = (),
+    compute: str | None = None,
 ) -> Maths:
     """Times a small copy of a model; with `folders` its parameters and gradients rest there, else in memory. Blocks.
 
-    Raises ValueError for a model whose number of layers cannot be changed, OSError when a folder is missing or too full.
+    compute: the precision of products, where it is not that of weights. Raises ValueError for a model whose number of layers
+    cannot be changed, OSError when a folder is missing or too full.
     """
     if is_accelerator(find_device()):
-        compute = time_plain_copies(shape, precision, batch, seq, is_checkpointing)
-        return Maths(compute, _GPU_USE_S, None)
-    policy = _policy(precision, folders)
+        return Maths(time_plain_copies(shape, precision, batch, seq, is_checkpointing), _GPU_USE_S, None)
+    policy = _policy(precision, folders, compute or precision)
     few = with_layers(shape, _num_layers(shape))
     model = build_model(few, 0, is_checkpointing, policy=policy, dtype=DTYPES[precision])
     tokens = _tokens(shape, batch, seq)
@@ -195,14 +197,14 @@ def measure_maths(
     return maths_of(events, passes[_NUM_WARM_UP:], *_lists_of_blocks(model))
 
 
-def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool) -> int:
+def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool, compute: str | None = None) -> int:
     """Memory that the copy takes beside its activations and gradients in autograd. Raises ValueError for a shape without
     sizes."""
     sizes = ModelSizes.of(shape)
-    buffers = 4 * sizes.unit_numel  # two units, and gradients of two
+    rest, wide = DTYPES[precision].itemsize, DTYPES[compute or precision].itemsize
+    buffers = 2 * sizes.unit_numel * (rest + wide)  # two units, and gradients of two
     layers = _num_layers(shape) * sizes.block_numel + 2 * sizes.vocabulary * sizes.hidden
-    numel = buffers if is_on_disk else 2 * layers + buffers
-    return numel * DTYPES[precision].itemsize + _USUAL_ROOM_BYTES
+    return buffers + (0 if is_on_disk else 2 * layers * rest) + _USUAL_ROOM_BYTES
 
 
 def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
@@ -295,7 +297,7 @@ def _num_layers(shape: ModelShape) -> int:
     return _LAYERS if sizes.block_numel < _MANY_BLOCK_NUMEL else _FEWEST_LAYERS
 
 
-def _policy(precision: str, folders: Sequence[Path]) -> OffloadPolicy:
+def _policy(precision: str, folders: Sequence[Path], compute: str) -> OffloadPolicy:
     """Everything streams through two buffers; the states that no step will make take as little room as can be."""
     home = Tier.NVME if folders else Tier.HOST
     masters = Precision() if precision == "fp32" else Precision(precision, precision)  # type: ignore[arg-type]
@@ -304,6 +306,7 @@ def _policy(precision: str, folders: Sequence[Path]) -> OffloadPolicy:
         optim=Tier.HOST,
         grads=home,
         precision=masters,
+        compute_dtype="storage" if compute == precision else "fp32",
         num_moments=0,
         paths=[str(folder) for folder in folders],
         unit_buffers=2,
@@ -358,6 +361,31 @@ def choose_config(
     return with_choice(config, choice.chosen.fields), str(choice)
 
 
+def settle_compute(config: Config, shape: Mapping[str, Any]) -> tuple[Config, ComputeChoice]:
+    """The config with the dtype of products chosen here, where it asks for a measurement; and the choice. Blocks for that."""
+    loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
+    policy = loaded.policy()
+    choice = choose_compute(meta_model(shape, loaded.precision), policy, find_device())
+    if policy.compute_dtype == "measured":
+        config = with_key(config, ("tiermem", "compute_dtype"), choice.dtype)
+    return config, choice
+
+
+def warn_of_compute(config: Config, shape: Mapping[str, Any]) -> str | None:
+    """One sentence where products as the config asks for them are far slower here than in fp32, with the way out."""
+    if compute_of(config, precision := precision_of(config)) == "fp32" or is_accelerator(find_device()):
+        return None
+    measured = with_key(config, ("tiermem", "compute_dtype"), "measured")
+    _, choice = settle_compute(measured, shape)
+    if choice.products is None or choice.products.ratio < _FAR_SLOWER:
+        return None
+    return (
+        f"{precision} products are {choice.products.ratio:.0f} times slower here than fp32 products, and so is this run: stop "
+        "it with Ctrl-C and give --precision auto, which multiplies the same weights in fp32 (in a config "
+        '"tiermem": {"compute_dtype": "measured"})'
+    )
+
+
 def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
     """The config with chosen fields of the policy as keys of its own."""
     for name, value in fields.items():
@@ -380,6 +408,7 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
 
 _KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
 _LEAST_KERNEL_NUMEL = 1 << 20
+_FAR_SLOWER = 10.0
 _NO_DISK = 1e12  # bytes a second: nothing is read or written
 
 
@@ -397,10 +426,10 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured 
     """
     folders = [Path(path) for path in job.nvme_paths]
     try:
-        copy = copy_bytes(job.shape, job.precision, bool(folders))
+        copy = copy_bytes(job.shape, job.precision, bool(folders), job.compute)
         if room_bytes is not None and copy > room_bytes:
             return f"a small copy of the model takes {copy} bytes and the cap leaves {room_bytes}"
-        maths = measure_maths(job.shape, job.precision, job.batch, job.seq, job.is_checkpointing, folders)
+        maths = measure_maths(job.shape, job.precision, job.batch, job.seq, job.is_checkpointing, folders, job.compute)
     except ValueError as error:
         return str(error)
     except torch.OutOfMemoryError:
@@ -426,7 +455,7 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
     plan = engine.shards.plan
     is_gpu = is_accelerator(engine.shards.device)
     sizes, num_tokens = ModelSizes.of(job.shape), job.batch * job.seq
-    rows = activation_rows(sizes, num_tokens, job.precision, job.is_checkpointing, is_gpu)
+    rows = activation_rows(sizes, num_tokens, job.precision, job.is_checkpointing, is_gpu, job.compute)
     activations = sum(row.num_bytes for row in rows)
     units = passing_rows([live.unit for live in engine.shards.units], engine.shards.policy)
     # whether steps write beside what a checkpoint holds; it takes its room with the first step after one

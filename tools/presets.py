@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermem.tools.words import read_json
+from tiermem.tools.words import Mistake, closest, read_json
 
 ModelShape = dict[str, Any]
 
@@ -39,6 +39,7 @@ _ENCODERS = frozenset(
     {"albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta",
      "xlm-roberta"}
 )  # fmt: skip
+_OF_DEEPSPEED = frozenset({"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "tiermem"})
 _NUM_BYTE_VALUES = 256
 
 PRESETS: dict[str, ModelShape] = {
@@ -53,13 +54,17 @@ PRESETS: dict[str, ModelShape] = {
 def preset(name: str) -> ModelShape:
     """A copy of a preset. Raises ValueError that names those there are."""
     if name not in PRESETS:
-        raise ValueError(f"the preset is {name!r}; allowed are {', '.join(PRESETS)}")
+        said = f"the preset is {name!r}; allowed are {', '.join(PRESETS)}"
+        raise Mistake(said, {"--preset": f"--preset {closest(name, PRESETS)}"})
     return dict(PRESETS[name])
 
 
 def read_shape(file: Path) -> ModelShape:
     """A Hugging Face config.json, without the key/value cache. Raises OSError, or ValueError that says what is wrong."""
     shape = read_json(file)
+    if isinstance(shape, dict) and not _OF_DEEPSPEED.isdisjoint(shape):
+        instead = {"--config": f"--preset 419m --deepspeed-config {file}"}
+        raise Mistake(f"{file} is no Hugging Face config, but one for DeepSpeed", instead)
     if not isinstance(shape, dict) or "model_type" not in shape:
         raise ValueError(f'{file} is no Hugging Face config: it must be an object with a "model_type"')
     return {**shape, "use_cache": False}

@@ -19,7 +19,8 @@ from tiermem.tools.words import format_bytes
 
 # ---- progress: a live panel on a terminal, plain lines elsewhere -----------------------------------------------------
 #
-# It shows loss, tokens per second, memory compared with the cap and on the accelerator, GB/s compared with the disk's measured
+# In brief it shows the run's size, its prediction and a few steps; --verbose shows phases, the plan and every step. A step has
+# loss, tokens per second, memory compared with the cap and on the accelerator, GB/s compared with the disk's measured
 # rate, and the seconds and reasons of waits.
 
 _REFRESH_S = 0.25
@@ -29,8 +30,17 @@ _BAR_WIDTH = 40
 class Progress(RunRecord):
     """Records one run and shows it; a context manager, since a live panel must be taken down."""
 
-    def __init__(self, console: Console, title: str, num_steps: int, limit_bytes: int | None, limit_kind: str) -> None:
+    def __init__(
+        self,
+        console: Console,
+        title: str,
+        num_steps: int,
+        limit_bytes: int | None,
+        limit_kind: str,
+        is_verbose: bool = True,
+    ) -> None:
         super().__init__()
+        self._is_verbose = is_verbose
         self._console = console
         self._title = title
         self._num_steps = num_steps
@@ -56,15 +66,29 @@ class Progress(RunRecord):
         kind = message["kind"]
         if kind == "phase":
             self._phase = message["name"]
-            if self._live is None and " of step " not in self._phase:
+            if self._live is None and self._is_verbose and " of step " not in self._phase:
                 self._line(self._phase)
         elif kind == "ready":
             if message.get("plan"):
-                self._console.print(plan_table(message))
-                if message.get("choice"):
-                    self._console.print(message["choice"])
-        elif kind == "step" and self._live is None:
+                self._show_ready(message)
+        elif kind == "warning":
+            self._line(message["text"])
+        elif kind == "step" and self._live is None and (self._is_verbose or self._is_shown(message["step"])):
             self._line(self._describe_step(message))
+
+    def _show_ready(self, ready: Message) -> None:
+        if self._is_verbose:
+            self._console.print(plan_table(ready))
+            if ready.get("choice"):
+                self._console.print(ready["choice"])
+        else:
+            self._line(describe_ready(ready))
+        if ready.get("compute"):
+            self._line(ready["compute"])
+
+    def _is_shown(self, step: int) -> bool:
+        """Whether a step has a line in brief: 1, 2, 5, 10, 20, 50, ... and the last."""
+        return step == self._num_steps or str(step).rstrip("0") in ("1", "2", "5")
 
     def on_sample(self, sample: Sample) -> None:
         super().on_sample(sample)
@@ -217,6 +241,39 @@ def result_table(run: Mapping[str, Any]) -> Table:
     if run.get("engine") not in (None, "none yet"):
         shown.add_row("engine", run["engine"], "", run["engine_why"])
     return shown
+
+
+def describe_ready(ready: Message) -> str:
+    """One line before the first step: the model, its states, where the bytes rest, and the prediction."""
+    by_tier: dict[str, int] = {}
+    for _, tier, num_bytes, _ in ready["plan"]:
+        by_tier[tier] = by_tier.get(tier, 0) + num_bytes
+    places = ", ".join(f"{format_bytes(num_bytes)} on {tier}" for tier, num_bytes in by_tier.items() if num_bytes)
+    said = ready.get("predicted") or {}
+    seconds = [said[f"{phase}_s"] for phase in ("forward", "backward", "step") if f"{phase}_s" in said]
+    parts = [f"{ready['num_params']:,} parameters", f"{format_bytes(ready['state_bytes'])} of states", places]
+    return "; ".join([*parts, *([f"predicted {sum(seconds):.2f} s a step"] if seconds else [])])
+
+
+def result_lines(run: Mapping[str, Any]) -> list[str]:
+    """What a run took, on two lines: time beside its prediction, and memory and disk beside the kernel's counts."""
+    medians, said = _medians(run), run.get("predicted") or {}
+    times = [f"{run['outcome']}"]
+    if run["losses"]:
+        shown = " / ".join(map(_seconds, medians.values()))
+        times += [f"loss {run['losses'][0]:.4f} → {run['losses'][-1]:.4f} in {len(run['losses'])} steps"]
+        times += [f"forward / backward / step {shown} s", f"{run['tokens_per_s']:.1f} tokens/s"]
+        if f"{next(iter(medians))}_s" in said:
+            times.append(f"predicted {' / '.join(_seconds(said[f'{phase}_s']) for phase in medians)}")
+    cap = f" of {_size(run['memory_limit_bytes'])} ({run['limit_kind']})" if run["memory_limit_bytes"] else ""
+    memory = [f"memory: peak {_size(run['peak_rss_bytes'])}{cap}"]
+    for what in ("read", "written"):
+        ours, kernel = run.get(f"nvme_{what}_bytes"), run.get(f"kernel_{what}_bytes")
+        if ours:
+            memory.append(f"NVMe {what} {_size(ours)} ({_difference(ours, kernel)})")
+    if _device_peak(run) is not None:
+        memory.append(f"{run['device_memory']['device']} peak {_size(_device_peak(run))}")
+    return [", ".join(times), ", ".join(memory)]
 
 
 def predicted_table(run: Mapping[str, Any]) -> Table | None:

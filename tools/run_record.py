@@ -299,7 +299,8 @@ class RunRecord(Observer):
             "tokens_per_s": self.tokens_per_s(),
             "training_s": self._training_s(),
             **{
-                key: ready.get(key) for key in ("num_params", "state_bytes", "threads", "device", "predicted", "choice")
+                key: ready.get(key)
+                for key in ("num_params", "state_bytes", "threads", "device", "predicted", "choice", "compute")
             },
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),

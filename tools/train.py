@@ -26,10 +26,11 @@ from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Observer,
 from tiermem.tools.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.reports import Progress, peers_table, predicted_table, result_table
+from tiermem.tools.presets import ModelSizes
+from tiermem.tools.reports import Progress, peers_table, predicted_table, result_lines, result_table, table
 from tiermem.tools.run_record import read_spans, stamp, write_trace
-from tiermem.tools.train_job import Resumed, find_resumed, make_job, with_saved
-from tiermem.tools.words import save_json
+from tiermem.tools.train_job import LIST_OF_STEPS, Resumed, find_resumed, make_job, with_saved
+from tiermem.tools.words import Mistake, save_json
 
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
 
@@ -45,6 +46,8 @@ def train(options: TrainOptions, console: Console) -> int:
     Raises:
         ValueError, OSError: options that cannot be met.
     """
+    if options.resume == Path(LIST_OF_STEPS):
+        return list_steps(options.runs, console)
     resumed = find_resumed(options.resume) if options.resume is not None else None
     if resumed is not None:
         options = with_saved(options, resumed)
@@ -52,6 +55,7 @@ def train(options: TrainOptions, console: Console) -> int:
     run_id = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
     folder = options.runs / run_id
     job = make_job(options, name, folder, resumed)
+    _check_memory(job, console)
     peers = list_peers(job, options.peer_python) if options.has_peers else []
     folder.mkdir(parents=True)
     console.print(f"run {folder}")
@@ -70,6 +74,51 @@ def train(options: TrainOptions, console: Console) -> int:
         extra = {"peers": runs[1:]} if peers else {}
         save_json(options.json_file, {**run, **extra})
     return _status(run, console)
+
+
+def list_steps(runs: Path, console: Console) -> int:
+    """Prints the newest durable step of every run in `runs`, and of every folder of checkpoints here; returns 0."""
+    found: dict[Path, Resumed] = {}
+    for folder in sorted({*runs.glob("*/"), *Path().glob("*/")}, key=lambda each: each.stat().st_mtime, reverse=True):
+        with contextlib.suppress(ValueError, OSError):  # nothing to go on from
+            each = find_resumed(folder)
+            found.setdefault(each.place.resolve(), each._replace(place=folder))
+    if not found:
+        console.print(
+            f"nothing to resume in {runs.absolute()} or here: a run keeps its steps with --save-every or --save"
+        )
+        return 0
+    shown = table("what can be resumed, the newest first", ">step", "run", "saved", "command")
+    for place, each in found.items():
+        when = datetime.datetime.fromtimestamp(place.stat().st_mtime)
+        shown.add_row(str(each.step), each.name, f"{when:%Y-%m-%d %H:%M}", f"tiermem train --resume {each.place}")
+    console.print(shown)
+    return 0
+
+
+_TRAINER_BYTES = 300 << 20  # resident in every trainer: torch and transformers, imported
+
+
+def _check_memory(job: Job, console: Console) -> None:
+    """Raises Mistake, with the smallest cap that works, for a cap below a bound that needs no import.
+
+    A cap between this bound and that is refused by the trainer when it has imported torch, before it measures.
+    """
+    least = _TRAINER_BYTES
+    with contextlib.suppress(ValueError):  # a model of a family that the arithmetic does not know
+        least += ModelSizes.of(job.shape).unit_numel * (4 if job.precision == "fp32" else 2)
+    if job.memory_limit_bytes is None or job.memory_limit_bytes >= least:
+        return
+    with console.status("looking for the smallest --memory that works"):
+        from tiermem.swap.accelerator import (
+            find_device,
+            is_accelerator,
+        )  # imports torch, which the launcher does without
+        from tiermem.tools.planned import INTERPRETER, check_cap
+        from tiermem.tools.prediction import settle_compute
+
+        settled = dataclasses.replace(job, config=settle_compute(job.config, job.shape)[0])
+        check_cap(settled, INTERPRETER.num_bytes, is_accelerator(find_device()))
 
 
 class _Log(Observer):
@@ -103,10 +152,12 @@ def _run_one(
 ) -> dict[str, Any]:
     """One capped process from job to run.json; returns the run as saved, without what only pictures need."""
     job.save(folder / "job.json")
+    is_verbose = options.is_verbose or options.is_debug
     with open_limit(job.memory_limit_bytes) as limit:
-        console.print(f"memory limit: {limit.why}")
+        if is_verbose or limit.kind == "watch":
+            console.print(f"memory limit: {limit.why}")
         with (
-            Progress(console, title, job.steps, limit.limit_bytes, limit.kind) as record,
+            Progress(console, title, job.steps, limit.limit_bytes, limit.kind, is_verbose) as record,
             contextlib.closing(_Log(folder / "output.log", console if options.is_debug else None)) as log,
         ):
             record.outcome = launch(command, limit, (record, log), CHILD_ENVIRONMENT, patience_s)
@@ -117,7 +168,9 @@ def _run_one(
         for file in ("job.json", "output.log"):  # the run never began: nothing else is in its folder
             (folder / file).unlink(missing_ok=True)
         folder.rmdir()
-        raise ValueError(record.error["trace"] if options.is_debug else record.error["message"])
+        message = record.error["trace"] if options.is_debug else record.error["message"]
+        instead = record.error.get("instead")
+        raise Mistake(message, instead) if instead else ValueError(message)
     run = {"name": title, **stamp(), **record.summary()}
     save_json(folder / "run.json", {**run, "pictures": record.pictures()})
     return run
@@ -161,13 +214,12 @@ def _tell_peer(run: dict[str, Any], console: Console) -> None:
 
 
 def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: Console) -> None:
-    console.print(result_table(run))
-    predicted = predicted_table(run)
-    if predicted is not None:
-        console.print(predicted)
-    elif run.get("predicted"):
-        why = run["predicted"].get("not_made", "the run ended before its first step did")
-        console.print(f"no prediction to compare: {why}")
+    is_verbose = options.is_verbose or options.is_debug
+    if is_verbose:
+        _print_tables(run, console)
+    else:
+        for line in result_lines(run):
+            console.print(line, soft_wrap=True)
     for line in lines_of_run(run, options.tbw_bytes):
         console.print(line)
     spans = read_spans(folder / "events.jsonl")
@@ -183,8 +235,23 @@ def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: C
     files = [line for line in drawn.stdout.splitlines() if line]
     if spans:
         files.append(f"{folder / 'trace.json'} (opens in ui.perfetto.dev)")
+    if not is_verbose:
+        console.print(
+            f"{folder}: figures, {len(files)} pictures and traces; --verbose prints the tables", soft_wrap=True
+        )
+        return
     for file in files:
         console.print(f"  {file}")
+
+
+def _print_tables(run: dict[str, Any], console: Console) -> None:
+    console.print(result_table(run))
+    predicted = predicted_table(run)
+    if predicted is not None:
+        console.print(predicted)
+    elif run.get("predicted"):
+        why = run["predicted"].get("not_made", "the run ended before its first step did")
+        console.print(f"no prediction to compare: {why}")
 
 
 def _status(run: dict[str, Any], console: Console) -> int:

@@ -15,7 +15,7 @@ from tiermem.tools.launcher import Job
 from tiermem.tools.machine import memory_bytes
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import ModelShape, ModelSizes, check_shape, read_shape, shape_of, with_layers
-from tiermem.tools.words import format_bytes, options_of, read_json
+from tiermem.tools.words import Mistake, format_bytes, options_of, read_json
 
 # ---- the config ------------------------------------------------------------------------------------------------------
 #
@@ -31,7 +31,9 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Config:
     """AdamW with clipping; parameters and optimizer states at home on `offload`, on NVMe at `nvme_paths`. Raises ValueError."""
-    offload, precision = options.offload or "nvme", options.precision or "bf16"
+    offload, precision, compute = options.offload or "nvme", options.precision or "auto", options.compute
+    if precision == "auto":
+        precision, compute = "bf16", compute or "auto"
     if options.resident_bytes and offload != "nvme":
         raise ValueError(f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is")
     target: Config = {"device": offload}
@@ -47,8 +49,10 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
-    own = {name: getattr(options, name) for name in ("resident_bytes", "durability", "keep")}
-    own = {key: value for key, value in {**own, "precision": options.states}.items() if value is not None}
+    own: Config = {name: getattr(options, name) for name in ("resident_bytes", "durability", "keep")}
+    computed = None if precision == "fp32" or compute == "storage" else {"auto": "measured"}.get(compute or "", compute)
+    own |= {"precision": options.states, "compute_dtype": computed}
+    own = {key: value for key, value in own.items() if value is not None}
     return {**config, "tiermem": own} if own else config
 
 
@@ -136,8 +140,22 @@ CLIENT_KEY = "tiermem train"
 CHECKPOINTS = "checkpoints"
 """The folder in a run's own that checkpoints go to unless `--save` names another."""
 
+LIST_OF_STEPS = "?"
+"""What `--resume` without a value stands for: show what there is to go on from."""
+
 _PATHS = ("data", "nvme")
-_DECIDED_BY_CONFIG = ("offload", "nvme", "precision", "states", "lr", "batch", "resident_bytes", "durability", "keep")
+_DECIDED_BY_CONFIG = (
+    "offload",
+    "nvme",
+    "precision",
+    "compute",
+    "states",
+    "lr",
+    "batch",
+    "resident_bytes",
+    "durability",
+    "keep",
+)
 _CARRIED = (*_DECIDED_BY_CONFIG, "data", "steps", "seq", "seed", "memory_bytes", "threads", "save_every")
 
 
@@ -150,6 +168,7 @@ class Resumed(NamedTuple):
     shape: dict[str, Any]
     config: dict[str, Any] | None  # of a run that was given one
     options: dict[str, Any]
+    compute_dtype: str = "storage"  # in which its products were made
 
 
 def options_to_save(
@@ -166,12 +185,12 @@ def find_resumed(where: Path) -> Resumed:
     another program saved."""
     from tiermem.checkpoint.opening.source import Source  # imports torch
 
-    found: list[tuple[int, Path, Any]] = []
+    found: list[tuple[int, Path, Any, str]] = []
     for place in _places(where):
         with Source.open(place) as source:
             client = source.manifest.client_state
-            found.append((source.manifest.step, source.place, client))
-    step, place, client = max(found, key=lambda each: each[0])
+            found.append((source.manifest.step, source.place, client, source.manifest.compute_dtype))
+    step, place, client, compute_dtype = max(found, key=lambda each: each[0])
     saved = client.get(CLIENT_KEY) if isinstance(client, dict) else None
     if not isinstance(saved, dict):
         raise ValueError(
@@ -179,8 +198,9 @@ def find_resumed(where: Path) -> Resumed:
             "engine.load_checkpoint"
         )
     try:
-        options = {field: saved[field] for field in (*_CARRIED, "is_checkpointing")}
-        return Resumed(place, step, str(saved["name"]), dict(saved["shape"]), saved["config"], options)
+        options = {field: saved[field] for field in (*_CARRIED, "is_checkpointing") if field != "compute"}
+        options["compute"] = saved.get("compute")  # older runs have no such option
+        return Resumed(place, step, str(saved["name"]), dict(saved["shape"]), saved["config"], options, compute_dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--resume: {place}: what tiermem train saved of itself is not complete: {error}") from error
 
@@ -212,7 +232,7 @@ def _places(where: Path) -> list[Path]:
     from tiermem.checkpoint.format.finding import NothingSaved, find
 
     if not where.exists():
-        raise FileNotFoundError(2, "--resume: there is no such folder", str(where))
+        raise Mistake(f"--resume: there is no folder {where}", {"--resume": "--resume"})
 
     def holds_steps(place: Path) -> bool:
         with contextlib.suppress(NothingSaved):
@@ -247,6 +267,8 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         probe_path(_existing(options.save.absolute()))
     batch, seq = options.batch or 1, options.seq or DEFAULT_SEQ
     config, own = _config(options, resumed, folder, batch)
+    if resumed is not None and config.get("tiermem", {}).get("compute_dtype") == "measured":
+        config = with_key(config, ("tiermem", "compute_dtype"), resumed.compute_dtype)
     nvme = [Path(path) for path in nvme_folders(config)]
     for path in nvme:
         if path != folder:
@@ -326,7 +348,8 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
         return resumed.shape, None
     if len(named) != 1:
         what = f"{' and '.join(named)} are given" if named else "none is given"
-        raise ValueError(f"a model is named by exactly one of --preset, --config and --model; {what}")
+        instead = dict.fromkeys(named[1:], "") if named else {"--preset": "--preset 419m"}
+        raise Mistake(f"a model is named by exactly one of --preset, --config and --model; {what}", instead)
     if options.model is not None:
         if not (options.model / "config.json").is_file():
             raise FileNotFoundError(f"--model: {options.model} has no config.json")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tiermem.tools.launcher import Channel, Job
 from tiermem.tools.run_record import OutOfDeviceMemory
-from tiermem.tools.words import Stop, handling
+from tiermem.tools.words import Mistake, Stop, handling
 
 EXIT_FAILED, EXIT_USER = 1, 2
 
@@ -40,7 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         return EXIT_FAILED  # the launcher is gone
     except Exception as error:
-        channel.send("error", type=type(error).__name__, message=str(error), trace=traceback.format_exc())
+        instead = error.instead if isinstance(error, Mistake) else {}
+        channel.send(
+            "error", type=type(error).__name__, message=str(error), instead=instead, trace=traceback.format_exc()
+        )
         return EXIT_USER if isinstance(error, (ValueError, OSError, OutOfDeviceMemory)) else EXIT_FAILED
     return 0
 

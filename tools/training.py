@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import gc
 import json
 import platform
@@ -30,9 +31,15 @@ from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
-from tiermem.tools.planned import Budget, meta_model, plan_budget, state_bytes, transformers
-from tiermem.tools.prediction import build_model, choose_config, measure, predict
-from tiermem.tools.presets import ModelSizes
+from tiermem.tools.planned import Budget, check_cap, meta_model, state_bytes, transformers
+from tiermem.tools.prediction import (
+    build_model,
+    choose_config,
+    measure,
+    predict,
+    settle_compute,
+    warn_of_compute,
+)
 from tiermem.tools.run_record import Figures, IoCounts, OutOfDeviceMemory, kernel_counts, planned_bytes
 from tiermem.tools.train_job import CLIENT_KEY, Config, with_host_bytes
 from tiermem.tools.words import Stop, format_bytes
@@ -50,6 +57,7 @@ class Trainer:
         self._channel = channel
         self._stop = stop
         self._budget: Budget | None = None
+        self._compute: str | None = None  # how the dtype of products was chosen
         self._choice: str | None = None  # how what the budget leaves open was settled
         self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
 
@@ -58,6 +66,7 @@ class Trainer:
         job = self._job
         _load_model_classes(job)
         resident_bytes = resident_of().now_bytes
+        job = self._job = self._settle_compute(job)
         config = self._config_within_cap(resident_bytes)
         ceiling = self._measure_ceiling()
         self._channel.phase("measuring the maths")
@@ -108,16 +117,20 @@ class Trainer:
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
+    def _settle_compute(self, job: Job) -> Job:
+        """The job with the dtype of products in its config; a warning is sent where the one asked for is far slower."""
+        self._channel.phase("measuring products")
+        config, choice = settle_compute(job.config, job.shape)
+        if choice.is_measured:
+            self._compute = choice.why
+        elif (warning := warn_of_compute(config, job.shape)) is not None:
+            self._channel.send("warning", text=warning)
+        return dataclasses.replace(job, config=config)
+
     def _config_within_cap(self, resident_bytes: int) -> Config:
-        job = self._job
-        if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
-            return job.config
-        sizes, tokens = ModelSizes.of(job.shape), job.batch * job.seq
-        self._budget = plan_budget(
-            job.memory_limit_bytes, resident_bytes, sizes, tokens, job.precision, job.is_checkpointing
-        )
-        self._budget.check()
-        return with_host_bytes(job.config, self._budget.host_bytes)
+        self._budget = check_cap(self._job, resident_bytes, is_accelerator(find_device()))
+        config = self._job.config
+        return config if self._budget is None else with_host_bytes(config, self._budget.host_bytes)
 
     def _measure_ceiling(self) -> dict[str, Any] | None:
         """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""
@@ -156,6 +169,7 @@ class Trainer:
             ceiling=ceiling,
             predicted=predicted,
             choice=self._choice,
+            compute=self._compute,
             versions={
                 "tiermem": tiermem.__version__,
                 "torch": torch.__version__,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import errno
 import importlib.util
 import json
@@ -83,6 +84,37 @@ def format_bytes(num_bytes: float) -> str:
     if abs(num_bytes) < 10 << 30:
         return f"{num_bytes / (1 << 20):.1f} MiB"
     return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+# ---- mistakes -----------------------------------------------------------------------------------------------------------
+
+
+class Mistake(ValueError):
+    """What cannot be, with the words that would do.
+
+    instead: by an option or a word of the command line, the words to write in place of it and its value. One that is not there
+    is added (mistakes.py).
+    """
+
+    def __init__(self, message: str, instead: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.instead = dict(instead or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.instead), vars(self)
+
+
+_OTHER_WORDS = {
+    "disk": "nvme", "ssd": "nvme", "ram": "cpu", "memory": "cpu", "host": "cpu", "gpu": "none", "cuda": "none",
+    "bfloat16": "bf16", "half": "fp16", "float16": "fp16", "float": "fp32", "float32": "fp32", "full": "fp32",
+}  # fmt: skip
+
+
+def closest(word: str, allowed: Iterable[str]) -> str:
+    """The allowed word that was probably meant; the first of them when none is near."""
+    there = list(allowed)
+    meant = _OTHER_WORDS.get(word.lower(), word.lower())
+    return (difflib.get_close_matches(meant, there, 1, 0.4) or there)[0]
 
 
 # ---- exit statuses ---------------------------------------------------------------------------------------------------
@@ -223,6 +255,7 @@ def _is_made_by(path: Path, made_by: str) -> bool:
 
 
 Check = Callable[[str, Any], object]
+_FEW_GIB = 512
 
 
 # ---- options: the fields of a command's dataclass --------------------------------------------------------------------
@@ -332,11 +365,27 @@ def from_to(least: int, most: int | Callable[[], int], what: str = "") -> Check:
     return check
 
 
-def one_of(*allowed: str) -> Check:
-    def check(name: str, value: Any) -> None:
+class OneOf:
+    """One of some words, or several of them."""
+
+    def __init__(self, *allowed: str) -> None:
+        self.allowed = allowed
+
+    def __call__(self, name: str, value: Any) -> None:
         for each in each_of(name, value):
-            if each not in allowed:
-                raise ValueError(f"{name} is {each!r}; allowed are {', '.join(allowed)}")
+            if each not in self.allowed:
+                said = f"{name} is {each!r}; allowed are {', '.join(self.allowed)}"
+                raise Mistake(said, {name: f"{name} {closest(each, self.allowed)}"})
+
+
+def memory_of(least_bytes: int, why: str = "") -> Check:
+    """A size of memory. A bare number was probably meant in MiB, a small one in GiB."""
+
+    def check(name: str, value: Any) -> None:
+        if value < least_bytes:
+            meant = f"{value}GiB" if value < _FEW_GIB else f"{value}MiB" if value < 1 << 20 else "1GiB"
+            said = f"{name} is {value} bytes{why}: give {format_bytes(least_bytes)} or more, with the unit"
+            raise Mistake(said, {name: f"{name} {meant}"})
 
     return check
 

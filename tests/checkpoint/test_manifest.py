@@ -118,6 +118,7 @@ WRONG = [
     (put("checksums", "w", "weight", [True]), "weight"),
     (put("version", 1), "choices is due since version 2 of the format, and not in version 1"),
     (put("choices", {"overlap": "backward"}), "choices: 'overlap' is unknown: it was written by a newer tiermem"),
+    (put("choices", {"compute_dtype": "fp8"}), "choices: 'fp8' is unknown: it was written by a newer tiermem"),
     (put("choices", []), "choices is a list"),
     (put("choices", None), "choices is due since version 2"),
     (lambda content: content.pop("choices"), "choices is due since version 2"),

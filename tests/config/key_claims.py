@@ -352,6 +352,12 @@ CLAIMS: dict[str, Claim] = {
             ("seed", 3),
         )
     },
+    "tiermem.compute_dtype": Claim(
+        "fp32",
+        "tests/zero/test_compute_dtype.py::test_every_tier_equals_a_twin_that_casts",
+        {"compute_dtype": "fp32"},
+        STAGE_3,
+    ),
     "tiermem.master_from": Claim(
         "init", "tests/zero/test_init.py::test_masters_start_from_the_fp32_initial_values_when_asked", {"master_from": "init"}
     ),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tiermem.precision import Precision
-from tiermem.tools.planned import plan_budget, saved_bytes_per_token, state_bytes
+from tiermem.tools.launcher import Job
+from tiermem.tools.options import TrainOptions
+from tiermem.tools.planned import activation_rows, check_cap, plan_budget, saved_bytes_per_token, state_bytes
 from tiermem.tools.presets import ModelSizes, preset
+from tiermem.tools.train_job import make_config
+from tiermem.tools.words import Mistake
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -60,6 +65,22 @@ def test_the_terms_are_those_of_the_419m_model() -> None:
     assert [row.what for row in budget.rows()][-1] == "host memory of the store"
 
 
+def test_products_in_fp32_take_activations_of_fp32_and_gradients_of_bf16() -> None:
+    sizes = ModelSizes.of(preset("419m"))
+    of = {
+        (precision, compute): {
+            row.what: row.num_bytes for row in activation_rows(sizes, 128, precision, False, False, compute)
+        }
+        for precision, compute in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
+    }
+    mixed = of["bf16", "fp32"]
+    for what in ("activations", "one block at work", "logits and loss", "repacked weight"):
+        assert mixed[what] == of["fp32", "fp32"][what] > of["bf16", "bf16"][what]
+    for what in ("gradients in autograd", "gradients before"):
+        assert mixed[what] == of["bf16", "bf16"][what]
+    assert mixed["wide gradient"] == 1024 * 8192 * 4
+
+
 def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:
     def host(num_layers: int) -> int:
         shape = preset("419m") | {"num_hidden_layers": num_layers}
@@ -69,16 +90,24 @@ def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:
     assert host(24) - host(48) == pytest.approx(inputs * 1.3, rel=1e-6)
 
 
-def test_a_cap_that_leaves_nothing_is_refused_with_the_arithmetic() -> None:
-    budget = plan_budget(400 * MIB, 350 * MIB, ModelSizes.of(preset("419m")), 128, "bf16", is_checkpointing=False)
+def job(cap_bytes: int) -> Job:
+    shape = preset("419m")
+    fields: dict[str, Any] = dict.fromkeys(("checkpoint", "threads", "events_file")) | {"name": "", "data": []}
+    sizes = {"steps": 1, "seq": 128, "batch": 1, "seed": 0, "precision": "bf16", "is_checkpointing": False}
+    config = make_config(TrainOptions(), [Path()])
+    return Job(shape=shape, config=config, memory_limit_bytes=cap_bytes, nvme_paths=["."], **fields, **sizes)
+
+
+def test_a_cap_that_is_too_small_is_refused_with_the_smallest_that_is_not() -> None:
     with pytest.raises(
-        ValueError, match=r"a cap of 400\.0 MiB is too small: 400\.0 MiB - 350\.0 MiB \(interpreter"
+        Mistake, match=r"--memory 400\.0 MiB is too small .*\(400\.0 MiB - 350\.0 MiB \(interpreter"
     ) as caught:
-        budget.check()
-    advised = int(str(caught.value).split("--memory ")[1].split("MiB")[0])
-    plan_budget(advised * MIB, 350 * MIB, ModelSizes.of(preset("419m")), 128, "bf16", is_checkpointing=False).check(
-        32 * MIB
-    )
+        check_cap(job(400 * MIB), 350 * MIB, is_gpu=False)
+    advised = int(caught.value.instead["--memory"].removeprefix("--memory ").removesuffix("MiB"))
+    budget = check_cap(job(advised * MIB), 350 * MIB, is_gpu=False)
+    assert budget is not None and budget.host_bytes > 0
+    with pytest.raises(Mistake, match=f"--memory {advised}MiB is the smallest that works"):
+        check_cap(job((advised - 20) * MIB), 350 * MIB, is_gpu=False)
 
 
 def test_a_shape_without_a_key_names_it() -> None:

@@ -42,7 +42,7 @@ MISTAKES = {
         (["--preset", "151m", "--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--preset", "151m", "--seq", "100000000"], "are fewer than one sequence of 100000000"),
         (["--preset", "151m", "--lr", "-1"], "--lr is -1.0"),
-        (["--preset", "151m", "--precision", "int8"], "--precision is 'int8'; allowed are bf16, fp32, fp16"),
+        (["--preset", "151m", "--precision", "int8"], "--precision is 'int8'; allowed are auto, bf16, fp32, fp16"),
         (["--preset", "151m", "--peer-python", "python"], "--peer-python names an interpreter for --peers"),
         (["--preset", "151m", "--peers", "--peer-python", "no-python"], "--peer-python: no-python is no program"),
         (["--preset", "151m", "--deepspeed-config", "no.json"], "no.json: No such file or directory"),

@@ -73,11 +73,14 @@ def test_the_papers_table_needs_no_config(capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
-def test_a_plan_without_a_config_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", "--preset", "7b"])
-    assert stopped.value.code == EXIT_USER
-    assert "--config is missing" in capsys.readouterr().err
+def test_a_plan_needs_no_config() -> None:
+    text = io.StringIO()
+    options = PlanOptions(preset="151m", gpu_bytes=24 * GIB, states="compact", batch=2, seq=64)
+    assert plan(options, Console(file=text, width=200)) == EXIT_FITS
+    said = text.getvalue()
+    assert "2 x 64 tokens" in said and "rest on NVME" in said
+    assert "computing: 1.5e+14 operations a second a rank, assumed: give --flops" in said
+    assert "disk: 3 GB/s read, 2 written, assumed" in said
 
 
 def test_the_plan_is_that_of_a_real_start(tmp_path: Path) -> None:
@@ -282,7 +285,7 @@ def test_this_machine_is_measured_when_no_speed_is_given(files: Path) -> None:
         ({"preset": "7b"}, "exactly one of --preset and --model; both are given"),
         ({"model": None}, "exactly one of --preset and --model; none is given"),
         ({"ranks": 0}, "--ranks is 0; it must be at least 1"),
-        ({"gpu_bytes": GIB, "flops": None}, "--gpu-memory plans for GPUs, whose speed cannot be measured here"),
+        ({"offload": "cpu", "batch": 2}, "--offload, --batch: --config decides this"),
         ({"rates": Path("tiermem.json")}, "--nvme-rate and --rates both say how fast"),
         ({"nvme_rate": "3.6"}, "--nvme-rate is '3.6'; write two rates in GB/s"),
         ({"nvme_rate": "3.6,-1"}, "--nvme-rate is '3.6,-1'; write two rates in GB/s"),

@@ -127,3 +127,26 @@ def test_predicted_and_real_stand_side_by_side() -> None:
 def test_nothing_is_compared_without_a_prediction_or_a_step(change: dict[str, Any]) -> None:
     said = {"losses": [1.0], "predicted": {"forward_s": 1.0}, "forward_s": [1.0], "backward_s": [1.0], "step_s": [1.0]}
     assert predicted_table(said | change) is None
+
+
+def test_far_slower_products_are_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiermem.tools.options import TrainOptions
+    from tiermem.tools.prediction import settle_compute, warn_of_compute
+    from tiermem.tools.presets import preset
+    from tiermem.tools.train_job import make_config
+    from tiermem.zero import compute
+
+    def config(precision: str) -> dict[str, Any]:
+        return make_config(TrainOptions(offload="cpu", precision=precision))
+
+    shape = preset("151m")
+    monkeypatch.setattr(compute, "measure_products", lambda shapes, dtype: compute.Products(dtype, 1e9, 60e9))
+    said = warn_of_compute(config("bf16"), shape)
+    assert said is not None and "bf16 products are 60 times slower" in said and "give --precision auto" in said
+    assert warn_of_compute(config("fp32"), shape) is None
+    settled, choice = settle_compute(config("auto"), shape)
+    assert settled["tiermem"]["compute_dtype"] == choice.dtype == "fp32"
+    assert warn_of_compute(settled, shape) is None
+    monkeypatch.setattr(compute, "measure_products", lambda shapes, dtype: compute.Products(dtype, 60e9, 60e9))
+    assert settle_compute(config("auto"), shape)[0]["tiermem"]["compute_dtype"] == "storage"
+    assert warn_of_compute(config("bf16"), shape) is None

@@ -14,6 +14,7 @@ from saved_by_hand import write
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import preset
 from tiermem.tools.train_job import find_resumed, make_job, options_to_save, with_saved
+from tiermem.tools.words import Mistake
 
 
 @pytest.fixture
@@ -46,6 +47,20 @@ def test_what_is_not_said_again_is_as_it_was(tmp_path: Path, text: Path) -> None
     assert job.resume == str(tmp_path / "ck" / "step7")
     assert job.config["zero_optimization"]["offload_param"] == {"device": "cpu"}
     assert job.to_save["seq"] == 64
+
+
+def test_the_dtype_of_products_is_that_of_the_saved_step(tmp_path: Path, text: Path) -> None:
+    assert (
+        make_of(tmp_path, saved(tmp_path / "ck", text)) == "storage"
+    )  # as measured there, whatever would be measured here
+    old = saved(tmp_path / "old", text, compute="fp32")
+    assert make_of(tmp_path, old) == "fp32"
+
+
+def make_of(tmp_path: Path, where: Path) -> str:
+    resumed = find_resumed(where)
+    job = make_job(with_saved(TrainOptions(resume=where), resumed), resumed.name, tmp_path / "run", resumed)
+    return str(job.config["tiermem"]["compute_dtype"])
 
 
 def test_other_homes_may_be_named(tmp_path: Path, text: Path) -> None:
@@ -95,7 +110,7 @@ def test_what_another_program_saved_is_refused(tmp_path: Path) -> None:
     save_step(tmp_path / "half", 7, "step7", {"tiermem train": {"seq": 64}})
     with pytest.raises(ValueError, match="is not complete"):
         find_resumed(tmp_path / "half")
-    with pytest.raises(FileNotFoundError, match="no such folder"):
+    with pytest.raises(Mistake, match="there is no folder"):
         find_resumed(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="no file named latest"):
@@ -108,5 +123,5 @@ def test_a_job_without_saving_has_no_folder_for_it(tmp_path: Path, text: Path) -
     every = TrainOptions(preset="151m", data=(text,), offload="cpu", save_every=5, durability="step", keep=2)
     job = make_job(every, "name", tmp_path / "run")
     assert (job.save_dir, job.save_every) == (str(tmp_path / "run" / "checkpoints"), 5)
-    assert job.config["tiermem"] == {"durability": "step", "keep": 2}
+    assert job.config["tiermem"] == {"durability": "step", "keep": 2, "compute_dtype": "measured"}
     assert json.loads(json.dumps(job.to_save)) == job.to_save

@@ -28,7 +28,7 @@ def test_options_become_a_config() -> None:
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 3, "offload_param": target, "offload_optimizer": target},
         "bf16": {"enabled": True},
-        "tiermem": {"resident_bytes": 1024},
+        "tiermem": {"resident_bytes": 1024, "compute_dtype": "measured"},
     }
 
 
@@ -51,8 +51,27 @@ def test_states_become_a_precision(states: str) -> None:
     from tiermem.precision import Precision
 
     config = make_config(TrainOptions(offload="cpu", states=states))
-    assert config["tiermem"] == {"precision": states}
+    assert config["tiermem"] == {"precision": states, "compute_dtype": "measured"}
     assert load_config(config).policy().precision == Precision.preset(states)
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute", "computed"),
+    [
+        (None, None, "measured"),
+        ("auto", None, "measured"),
+        ("auto", "fp32", "fp32"),
+        ("auto", "storage", None),
+        ("bf16", None, None),
+        ("bf16", "fp32", "fp32"),
+        ("fp16", "auto", "measured"),
+        ("fp32", "auto", None),
+    ],
+)
+def test_precision_and_compute_become_keys(precision: str | None, compute: str | None, computed: str | None) -> None:
+    config = make_config(TrainOptions(offload="cpu", precision=precision, compute=compute))
+    assert config.get("tiermem", {}).get("compute_dtype") == computed
+    assert precision_of(config) == (precision if precision in ("fp16", "fp32") else "bf16")
 
 
 def test_unknown_states_are_refused() -> None:
@@ -89,7 +108,7 @@ def test_a_config_without_offload_has_no_folders(config: dict[str, object]) -> N
     ("offload", "precision", "resident", "reason"),
     [
         ("disk", "bf16", 0, "none, cpu, nvme"),
-        ("nvme", "int8", 0, "bf16, fp32, fp16"),
+        ("nvme", "int8", 0, "auto, bf16, fp32, fp16"),
         ("cpu", "bf16", 4096, "--resident"),
     ],
 )

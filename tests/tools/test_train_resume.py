@@ -56,7 +56,7 @@ def test_losses_go_on_from_a_checkpoint_on_other_tiers(folder: Path, states: str
 def test_a_killed_run_goes_on_from_its_last_step(folder: Path) -> None:
     whole = begin(folder, "--steps", "8")["losses"]
     before = set((folder / "runs").iterdir())
-    arguments = command("--steps", "8", "--durability", "step")
+    arguments = command("--steps", "8", "--durability", "step", "--verbose")
     with subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
         assert run.stdout is not None
         for line in run.stdout:

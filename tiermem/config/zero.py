@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets, Whole, canonical_key
 from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, Paths
 from tiermem.config.precision import PrecisionConfig
-from tiermem.policy import Durability, MasterFrom, OffloadPolicy, OnNonfinite, Verify
+from tiermem.policy import ComputeDtype, Durability, MasterFrom, OffloadPolicy, OnNonfinite, Verify
 
 # ---- tiermem ---------------------------------------------------------------------------------------------------------
 #
@@ -46,6 +46,10 @@ class OwnConfig(ConfigModel):
     precision: PrecisionConfig | None = None
     """What masters, moments and gradients are kept in: exact, compact, bf16 or tiny, or an object. Not set: exact, or what
     the switches in bf16 and fp16 say."""
+    compute_dtype: ComputeDtype = OffloadPolicy.compute_dtype
+    """What 16-bit weights are multiplied in: as they rest, or fp32, where the machine's 16-bit products are slow; "measured"
+    finds that out at the start, in less than a second. Weights rest and travel, and gradients are kept, as without it; a
+    unit's buffer takes 4 bytes an element. Stage 3 alone."""
     master_from: MasterFrom = OffloadPolicy.master_from
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     durability: Durability = OffloadPolicy.durability

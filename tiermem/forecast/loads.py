@@ -183,7 +183,7 @@ def gathers(unit: Unit, policy: OffloadPolicy, topology: Topology, is_second: bo
     if num_shards == 1:
         return []
     numel = sum(shard.shard_numel for shard in unit.shards)
-    whole_bytes = numel * num_shards * unit.full_dtype.itemsize
+    whole_bytes = numel * num_shards * unit.travels_as.itemsize
     if is_second and topology.within is not None:
         return [_send("within", whole_bytes, topology)]
     if gathers_packed(unit, policy):
@@ -199,7 +199,7 @@ def updates(unit: Unit, policy: OffloadPolicy, topology: Topology) -> list[Send]
     sends: list[Send] = []
     for span in spans_of(unit, num_shards, policy.allgather_bucket_numel):
         numel = sum(part.numel for part in ranges_in(unit, span))
-        sends += _plain(numel * num_shards * unit.full_dtype.itemsize, topology)
+        sends += _plain(numel * num_shards * unit.travels_as.itemsize, topology)
     return sends
 
 

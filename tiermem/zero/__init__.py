@@ -8,6 +8,7 @@ imports only files above it):
     topology        which ranks share a tensor's parts, and their process groups
     joining         creates the process group from the launcher's environment
     collectives     calls that all ranks make together
+    compute         the dtype of products, apart from that at rest
     quantised       blocks of 8-bit integers with one scale each
     leaf            modules whose parameters form one unit
     unit            how the parameters of a unit lie in memory

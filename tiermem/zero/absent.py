@@ -415,3 +415,15 @@ def _refuse_write(what: str, param: nn.Parameter) -> NoReturn:
         "or before sharding; step with tiermem.AdamW and its like. The policy or config says the dtype, and "
         "tiermem.shard(device=...) the device, which half() and to() would set",
     )
+
+
+def become(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Gives a parameter another value, possibly on another device; the Parameter stays the same object.
+
+    torch assigns `data` only within a device (or from CPU to CUDA). Otherwise the tensors behind two objects are swapped. This
+    is torch.utils.swap_tensors without its check for weak references: ours refer to the Python object and stay right.
+    """
+    if param.device == value.device:
+        param.data = value
+    else:
+        torch._C._swap_tensor_impl(param, nn.Parameter(value, param.requires_grad))

@@ -20,12 +20,11 @@ from tiermem.swap.native import trim_heap
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import absent, registry
-from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, mark
+from tiermem.zero.absent import ZeroParamStatus, absent_part, become, describe, mark
 from tiermem.zero.agreement import agree
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import assemble
 from tiermem.zero.topology import Topology, paths_of_rank
-from tiermem.zero.unit_state import become
 
 # ---- arguments of zero.Init that `shard` and `initialize` use as well ------------------------------------------------
 

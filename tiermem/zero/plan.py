@@ -125,7 +125,8 @@ def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_
     homes = _unit_homes(division.units, policy, topology.num_shards)
     in_place = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
     if topology.num_shards == 1:
-        stays = {u.index for u in division.units if homes.get(u.index) in in_place and not u.is_packed}
+        as_is = [u for u in division.units if not (u.is_packed or u.is_widened)]
+        stays = {u.index for u in as_is if homes.get(u.index) in in_place}
         homes = {index: home for index, home in homes.items() if index not in stays}
         division = division.with_residents(stays)
     planner = _Planner(division, policy, topology, is_gpu, homes)

@@ -12,7 +12,7 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import Pool
 from tiermem.zero import registry
-from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, undescribe
+from tiermem.zero.absent import ZeroParamStatus, absent_part, become, describe, undescribe
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.zero.init_params import ParametersInInit
@@ -21,7 +21,7 @@ from tiermem.zero.plan import Plan, Pools, keeps_initial_master, keeps_secondary
 from tiermem.zero.quantised import pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
 from tiermem.zero.unit import Shard, Unit
-from tiermem.zero.unit_state import LiveUnit, Passage, UnitMemory, become
+from tiermem.zero.unit_state import LiveUnit, Passage, UnitMemory
 from tiermem.zero.values import Values, initial_master
 
 # ---- models that are refused -----------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class _Settler:
         if home is not Tier.NVME:
             shard = self._store.view(entry)
             self._fill(unit, shard)
-            return LiveUnit(unit, memory, self._passage, None, shard, self._gather_of(unit, memory))
+            return LiveUnit(unit, memory, self._passage, None, shard, self._gather_of(unit, memory, home))
         self._protect(unit, entry)
         assert self._pool is not None
         slot = self._pool.take()
@@ -162,7 +162,7 @@ class _Settler:
         self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
         self._store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
         self._pool.give_back(slot)
-        return LiveUnit(unit, memory, self._passage, entry, None, self._gather_of(unit, memory))
+        return LiveUnit(unit, memory, self._passage, entry, None, self._gather_of(unit, memory, home))
 
     def _protect(self, unit: Unit, entry: str) -> None:
         """Gives a unit's weights on NVMe checksums, cut at the usual tile boundaries."""
@@ -172,13 +172,16 @@ class _Settler:
             runs = weight_runs(unit, self._topology.shard_rank, cuts)
             self._store.sums.protect(entry, StatePieces(runs).pieces)
 
-    def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
-        """The gather of a unit; None when it is present in the form in which it rests."""
+    def _gather_of(self, unit: Unit, memory: UnitMemory, home: Tier) -> Gather | None:
+        """The gather of a unit; None when it is present in the form in which it rests, or is copied or widened alone.
+
+        On one rank a unit that is widened on the device where it rests is gathered: on the stream whose work writes it there.
+        """
         policy, topology = self._policy, self._topology
         if gathers_packed(unit, policy):
-            plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
-        elif topology.num_shards > 1:
-            plain = UnitGather(topology, unit, memory.full, policy.gather_way == "single")
+            plain: Gather = PackedGather(topology, unit, memory.travels, self._wires)
+        elif topology.num_shards > 1 or (home is Tier.DEVICE and unit.is_widened):
+            plain = UnitGather(topology, unit, memory.travels, policy.gather_way == "single")
         else:
             return None
         if not keeps_secondary(policy, topology.num_shards):
@@ -186,8 +189,8 @@ class _Settler:
         assert topology.across is not None
         name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
         home = Tier.DEVICE if self._is_accelerated else Tier.HOST
-        self._store.reserve(name, (numel,), memory.full.dtype, home)
-        return NearGather(topology, unit, plain, memory.full, self._store.view(name))
+        self._store.reserve(name, (numel,), unit.travels_as, home)
+        return NearGather(topology, unit, plain, memory.travels, self._store.view(name))
 
     def _make_resident(self, unit: Unit) -> LiveUnit:
         memory = UnitMemory(unit, self._passage)

@@ -43,6 +43,7 @@ from tiermem.zero import absent, registry
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
 from tiermem.zero.backward_marks import in_backward, made_by, tensors_in
 from tiermem.zero.collectives import exchange
+from tiermem.zero.compute import agree_on_compute, widen_inputs
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
@@ -111,9 +112,10 @@ class Shards:
         if group is None and built.group is None:
             join_ranks(policy.timeout_s, self.device, policy.join_timeout_s)
         ranks, policy = ranks_of(group if group is not None else built.group, built.over(policy))
-        self.policy = policy
         everyone = find_topology(policy.stage, ranks, policy.timeout_s, self.device)
         agree(everyone, facts_of(model, policy, self.device))
+        self.compute, policy = agree_on_compute(model, policy, everyone, self.device)
+        self.policy = policy
         self.states: States | None = None  # of the optimizer that steps this model
         self._attached: list[Attached] = []
         self.is_held = False  # all units are kept present (access.py)
@@ -164,8 +166,7 @@ class Shards:
         """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
         live, shard = self.find(param)
         if not live.is_streamed:
-            index = live.unit.shards.index(shard)
-            return live.memory.views[index].detach().to("cpu", copy=True)
+            return live.memory.views[live.unit.shards.index(shard)].detach().to("cpu", live.unit.dtype, copy=True)
         return self.values.assemble(shard, self.local_weight(param)).view(shard.shape)
 
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
@@ -256,7 +257,7 @@ class Shards:
         else:
             self.replace_mine(live, shard, self.values.mine(shard, value.detach()).cpu())
         if live.num_users and live.is_streamed:
-            live.memory.views[live.unit.shards.index(shard)].copy_(value.view(shard.shape))
+            live.memory.views[live.unit.shards.index(shard)].copy_(value.to(live.unit.dtype).view(shard.shape))
 
     def replace_mine(self, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
         """Replaces this rank's part of a parameter that has no master yet; every rank gives its own. Collective; blocks."""
@@ -513,6 +514,7 @@ class Shards:
         self.hooks = Hooks(self.model, live, self.units, self.prefetcher, self.homes, self.store)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
+        self._handles += widen_inputs(self.model, {u.dtype for u in units if u.is_widened})
         self._handles += StateDicts(self.weight, self.replace).watch(self.model)
         self._take_charge()
 
@@ -532,12 +534,9 @@ class Shards:
             each.let_all_go()
 
     def _log_start(self) -> None:
-        stats = self.store.stats()
-        engine = f"; {stats.engine_why}" if self.policy.paths and stats.engine != "none yet" else ""
-        logger.info(
-            "%d units, %.1f MiB on HOST, %.1f MiB on NVME per rank%s",
-            len(self.units),
-            self.plan.host_bytes / 2**20,
-            self.plan.disk_bytes / 2**20,
-            engine,
+        stats, mib = (
+            self.store.stats(),
+            f"{self.plan.host_bytes / 2**20:.1f} MiB on HOST, {self.plan.disk_bytes / 2**20:.1f}",
         )
+        engine = f"; {stats.engine_why}" if self.policy.paths and stats.engine != "none yet" else ""
+        logger.info("%d units, %s MiB on NVME per rank%s", len(self.units), mib, engine)

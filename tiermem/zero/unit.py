@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.swap.ranges import round_up
+from tiermem.zero.compute import widened_dtype
 from tiermem.zero.leaf import UsedInPieces, apply_rules, has_forward, is_routed, z3_leaf_module
 from tiermem.zero.quantised import packed_bytes
 
@@ -316,7 +317,9 @@ class Unit:
     is_resident: bool  # always present: its full layout is never released
     full_numel: int
     shard_numel: int
-    full_dtype: torch.dtype  # dtype of the full layout; differs from dtype when parts are cast before the gather
+    full_dtype: (
+        torch.dtype
+    )  # dtype of the full layout; differs from dtype when parts are cast before the gather, or widened
     is_leaf: bool = False  # the unit of a leaf module
     is_packed: bool = False  # its shard rests as 8-bit blocks (quantised.py), and is sent as such
 
@@ -324,6 +327,16 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes of the full layout."""
         return self.full_numel * self.full_dtype.itemsize
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether the maths sees a wider dtype than rests and travels (compute.py)."""
+        return self.full_dtype.itemsize > self.dtype.itemsize
+
+    @property
+    def travels_as(self) -> torch.dtype:
+        """The dtype in which its parts cross ranks."""
+        return self.dtype if self.is_widened else self.full_dtype
 
     @property
     def packed_numel(self) -> int:
@@ -395,7 +408,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
         )
     names = {param: (i, name) for i, (name, param) in enumerate(model.named_parameters())}
     persistent = _persistent(model, policy)
-    lowered = lowered_parameters(model, policy, num_shards)
+    seen_as = lowered_parameters(model, policy, num_shards) or _widened_parameters(model, policy)
     units: list[Unit] = []
     triggers: dict[nn.Module, list[Unit]] = {}
     owners: dict[nn.Parameter, Unit] = {}
@@ -404,7 +417,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
     for name, module, params, is_leaf in _groups(model, limit, persistent, num_shards):
         needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
         fresh = [p for p in params if p not in owners and p not in persistent]
-        for kind, alike in _by_kind(fresh, is_trained, lowered).items():
+        for kind, alike in _by_kind(fresh, is_trained, seen_as).items():
             is_packed = policy.quantised_frozen and not kind.is_trainable and kind.dtype.is_floating_point
             unit = _lay_out(name, len(units), alike, names, kind, policy, num_shards)
             unit = dataclasses.replace(unit, is_leaf=is_leaf, is_packed=is_packed)
@@ -483,11 +496,21 @@ def _must_split(module: nn.Module, num_shards: int) -> bool:
     )
 
 
+def _widened_parameters(model: nn.Module, policy: OffloadPolicy) -> dict[nn.Parameter, torch.dtype]:
+    """The parameters that the maths sees in a wider dtype than they rest in, each with that dtype."""
+    dtypes = {param: widened_dtype(param, policy) for param in model.parameters()}
+    return {param: dtype for param, dtype in dtypes.items() if dtype is not param.dtype}
+
+
 def _persistent(model: nn.Module, policy: OffloadPolicy) -> set[nn.Parameter]:
-    """Parameters small enough to stay gathered, smallest first, within the bound for the whole model."""
+    """Parameters small enough to stay gathered, smallest first, within the bound for the whole model.
+
+    A parameter that is widened for the maths is not among them: at rest it is seen as it rests.
+    """
     if policy.stage != 3:
         return set()
-    small = sorted((p for p in model.parameters() if p.numel() <= policy.persistence_numel), key=lambda p: p.numel())
+    params = [param for param in model.parameters() if widened_dtype(param, policy) is param.dtype]
+    small = sorted((p for p in params if p.numel() <= policy.persistence_numel), key=lambda p: p.numel())
     room = math.inf if policy.model_persistence_numel is None else policy.model_persistence_numel
     chosen: set[nn.Parameter] = set()
     for param in small:
@@ -507,11 +530,11 @@ class _Kind(NamedTuple):
 
 
 def _by_kind(
-    params: list[nn.Parameter], is_trained: bool, lowered: Mapping[nn.Parameter, torch.dtype]
+    params: list[nn.Parameter], is_trained: bool, seen_as: Mapping[nn.Parameter, torch.dtype]
 ) -> dict[_Kind, list[nn.Parameter]]:
     kinds: dict[_Kind, list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
-        kind = _Kind(param.dtype, param.requires_grad and is_trained, lowered.get(param, param.dtype))
+        kind = _Kind(param.dtype, param.requires_grad and is_trained, seen_as.get(param, param.dtype))
         kinds.setdefault(kind, []).append(param)
     return kinds
 

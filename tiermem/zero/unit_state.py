@@ -22,6 +22,7 @@ from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero import absent
 from tiermem.zero.absent import ZeroParamStatus, absent_part, mark
 from tiermem.zero.collectives import Pending
+from tiermem.zero.compute import narrow_part, widen
 from tiermem.zero.gather import Gather
 from tiermem.zero.unit import Unit
 
@@ -92,6 +93,7 @@ class UnitMemory:
         self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
         full = torch.empty(unit.full_numel, dtype=unit.full_dtype, device=passage.device)  # allocates no page
         self.full = full
+        self.travels = narrow_part(full, unit.dtype) if unit.is_widened else full  # what a gather fills
         self._storage = full.untyped_storage()
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
@@ -240,6 +242,7 @@ class LiveUnit:
         parts on several ranks, or 8-bit blocks    HOME --read--> READING --gather--> GATHERING --land--> PRESENT
         one shard, CPU                             HOME --read--> READING --land--> PRESENT
         one shard, accelerator                     HOME --read--> READING --copy--> COPYING --land--> PRESENT
+        one shard in memory, CPU, widened          HOME --copy--> COPYING --land--> PRESENT
         from any state                             --drop--> HOME
 
     A shard that rests in memory needs no `read`. `land` calls `copy` for a unit in READING. Ranks may call `read` at different
@@ -328,7 +331,8 @@ class LiveUnit:
         self._check(UnitState.READING, UnitState.HOME)
         assert self.entry is not None
         into = self._take_stage() if self.is_staged else self.memory.take_slot()
-        data = into.tensor[: round_up(self.unit.shard_bytes, ALIGNMENT)]
+        first = 0 if self.is_staged or not self.unit.is_widened else self.unit.full_bytes - self.unit.shard_bytes
+        data = into.tensor[first : first + round_up(self.unit.shard_bytes, ALIGNMENT)]
         self._coming = self._passage.store.read([(self.entry, 0, data)], self.entry, URGENT if is_urgent else NORMAL)
         self._become(UnitState.READING)
 
@@ -357,17 +361,24 @@ class LiveUnit:
         self._become(UnitState.GATHERING)
 
     def copy(self) -> None:
-        """HOME or READING -> COPYING: waits for the read, starts the copy of the unit to the accelerator. Raises OSError."""
+        """HOME or READING -> COPYING: waits for the read, starts the copy of the unit to the accelerator. Raises OSError.
+
+        On a CPU it widens a shard that rests in memory.
+        """
         self._check(UnitState.COPYING, UnitState.HOME, UnitState.READING)
         self._await_read()
         shard, copies = self.shard if self.shard is not None else self._staged(), self._passage.copies
-        assert copies is not None and shard is not None
-        self.memory.allocate(filled_on=copies)
-        with on(copies):
-            self.memory.full.copy_(shard, non_blocking=True)
-        copied = record(copies)
-        self._home_read = copied
-        self.memory.end_filling(copied, copies)
+        assert shard is not None
+        if copies is None:
+            self.memory.allocate_slot()
+            self.memory.full.copy_(shard)
+        else:
+            self.memory.allocate(filled_on=copies)
+            with on(copies):
+                self.memory.travels.copy_(shard, non_blocking=True)
+                widen(self.memory.full, self.memory.travels)
+            self._home_read = record(copies)
+            self.memory.end_filling(self._home_read, copies)
         self._become(UnitState.COPYING)
 
     def land(self) -> None:
@@ -376,12 +387,14 @@ class LiveUnit:
         if isinstance(self._coming, _Gathering):
             gathering, self._coming = self._coming, None
             self._await_gather(gathering)
+            widen(self.memory.full, self.memory.travels)
             if self._passage.copies is not None:
                 stream = current_stream(self._passage.device)
                 self.memory.end_filling(record(stream), stream)
-        elif self._passage.copies is None:
+        elif self.state is UnitState.READING and self._passage.copies is None:
             self._await_read()
             self.memory.allocate_slot()
+            widen(self.memory.full, self.memory.travels)
         elif self.state is UnitState.READING:
             self.copy()
         self.memory.use()
@@ -417,8 +430,8 @@ class LiveUnit:
         self._check(UnitState.PRESENT, UnitState.HOME)
         self.memory.allocate()
         fill(self.memory)
-        self._show()
         self._is_kept = True
+        self._show()
 
     def end_keeping(self) -> None:
         """Ends a `keep`, also one that failed: the unit returns to HOME."""
@@ -443,9 +456,10 @@ class LiveUnit:
 
     def hold(self) -> None:
         """Adds a user. The parameters are ordinary ones until every `hold` is let go."""
-        if not self.num_users:
-            absent.wake(self._changing)
         self.num_users += 1
+        if self.num_users == 1:
+            absent.wake(self._changing)
+            self._widen_view()
 
     def let_go(self) -> None:
         """Removes a user."""
@@ -459,6 +473,7 @@ class LiveUnit:
         if self.num_users:
             self.memory.end_use()
         self.num_users = 0
+        self._widen_view()
         absent.rest(self._changing)
 
     def take_out(self, index: int, value: torch.Tensor) -> None:
@@ -476,7 +491,7 @@ class LiveUnit:
             return
         param = self._params[index]
         self._out.remove(index)
-        _point([param], [(self.memory.views if self.is_present else self.memory.absent)[index]])
+        _point([param], [(self.memory.views if self._is_shown else self.memory.absent)[index]])
         self._mark([param])
         self._changing = [*self._changing, param]
         if not self.num_users:
@@ -519,9 +534,19 @@ class LiveUnit:
         self._become(UnitState.PRESENT)
         self._point()
 
+    @property
+    def _is_shown(self) -> bool:
+        """Whether the parameters show the full layout. Widened ones do while a module holds them, else their dtype at rest."""
+        return self.is_present and (not self.unit.is_widened or self._is_kept or self.num_users > 0)
+
+    def _widen_view(self) -> None:
+        """After a change of users: widened parameters that are present show the dtype of the maths, or that at rest."""
+        if self.unit.is_widened and self.is_present:
+            self._point()
+
     def _point(self) -> None:
         """Points the parameters at the full layout, or at NaN; skips parameters that hold their own copy."""
-        params, tensors = self._params, self.memory.views if self.is_present else self.memory.absent
+        params, tensors = self._params, self.memory.views if self._is_shown else self.memory.absent
         if self._out:
             inside = [i for i in range(len(params)) if i not in self._out]
             params, tensors = [params[i] for i in inside], [tensors[i] for i in inside]
@@ -549,18 +574,6 @@ class LiveUnit:
 
     def _staged(self) -> torch.Tensor | None:
         return None if self._stage is None else self._stage.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
-
-
-def become(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Gives a parameter another value, possibly on another device; the Parameter stays the same object.
-
-    torch assigns `data` only within a device (or from CPU to CUDA). Otherwise the tensors behind two objects are swapped. This
-    is torch.utils.swap_tensors without its check for weak references: ours refer to the Python object and stay right.
-    """
-    if param.device == value.device:
-        param.data = value
-    else:
-        torch._C._swap_tensor_impl(param, nn.Parameter(value, param.requires_grad))
 
 
 def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> None:

@@ -30,9 +30,9 @@ from tiermem.tools.machine import available_bytes, caption, machine_facts, read_
 from tiermem.tools.words import (
     EXIT_INTERRUPTED,
     EXIT_USER,
+    OneOf,
     check_outputs,
     format_bytes,
-    one_of,
     parse_bytes,
     parse_list,
     save_json,
@@ -200,7 +200,7 @@ def bench_gpu(given: argparse.Namespace) -> int:
     """Measures every part asked for. Raises ValueError without an accelerator, OSError for files that cannot be written."""
     check_outputs([given.json], MADE_BY)
     parts = parse_list("--part", given.part)
-    one_of(*PARTS)("--part", parts)
+    OneOf(*PARTS)("--part", parts)
     device = accelerator.find_device()
     if not accelerator.is_accelerator(device):
         raise ValueError(

@@ -31,7 +31,7 @@ from tiermem.tools.machine import Written, caption, endurance_lines, machine_fac
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.reports import table
 from tiermem.tools.run_record import IoCounts, disagreements
-from tiermem.tools.words import format_bytes, one_of, parse_bytes, stopped_by_sigterm
+from tiermem.tools.words import OneOf, format_bytes, parse_bytes, stopped_by_sigterm
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ def cases_of(options: StepBenchOptions) -> list[Case]:
         Precision.preset(preset)  # raises for one that does not exist
     sizes = _words("--resident", options.resident, "sizes or percentages with commas between, such as 0,25%,50%")
     ways = _words("--verify", options.verify, "always, sample or resume, with commas between")
-    one_of(*get_args(Verify))("--verify", ways)
+    OneOf(*get_args(Verify))("--verify", ways)
     return [
         Case(
             preset,

@@ -40,8 +40,8 @@ piece     elements [start, start + numel) of the whole parameter, row-major, fro
 checksums of each 1 MiB of a state's bytes, in the order of its elements as if they lay in one piece. They do not depend on
           tiles, ranks or files. The last checksum covers the remaining bytes. Codes and scales have separate checksums. The
           manifest holds them, not the blocks: a block that was written elsewhere, or not at all, differs from its checksum
-choices   {name: value}, strings: choices that can affect bits and that all ranks share. Reserved: there are none yet, and a
-          reader refuses a name that it does not know
+choices   {name: value}, strings: choices that can affect bits, that all ranks share, and that are not as by default.
+          "compute_dtype" "fp32": weights of 16 bits are multiplied in fp32. A reader refuses what it does not know
 at_rest   the form of a frozen parameter that rests quantised. Reserved: null; a reader refuses any other value
 number    a pointer's number is that of `latest` when it was written, plus 1. Numbers belong to a series: a new series begins
           where no `latest` can be trusted. finding.py says which states a crash leaves, and which only a change from outside
@@ -116,10 +116,24 @@ def _checksums(found: Json) -> dict[str, dict[str, tuple[int, ...]]]:
     return {param: {state: tuple(sums) for state, sums in states.items()} for param, states in found.items()}
 
 
-def _known(found: Json) -> Json:
-    """Refuses names that this version does not know: of any choice, and of any form at rest."""
-    for name in [found] if isinstance(found, str) else found:
-        raise ValueError(f"{name!r:.80} is unknown: it was written by a newer tiermem, open it with that")
+_COMPUTE = "compute_dtype"
+
+
+def choices_of(compute_dtype: str) -> dict[str, str]:
+    """The `choices` of a manifest."""
+    return {} if compute_dtype == "storage" else {_COMPUTE: compute_dtype}
+
+
+def _known(found: str) -> str:
+    """Refuses every form at rest: this version knows none."""
+    raise ValueError(f"{found!r:.80} is unknown: it was written by a newer tiermem, open it with that")
+
+
+def _known_choices(found: Mapping[str, str]) -> Mapping[str, str]:
+    """Refuses choices that this version does not know."""
+    for name, value in found.items():
+        if {name: value} != choices_of("fp32"):
+            _known(name if name != _COMPUTE else value)
     return found
 
 
@@ -221,8 +235,13 @@ class Manifest:
     parameters: Records[Parameter]
     excluded: Names
     checksums: Annotated[Mapping[str, Mapping[str, tuple[int, ...]]], PlainValidator(_checksums)]
-    choices: Annotated[Mapping[str, str], AfterValidator(_known)] | None = None
+    choices: Annotated[Mapping[str, str], AfterValidator(_known_choices)] | None = None
     """None: a manifest of version 1."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """What weights were multiplied in: "fp32", or "storage", the dtype in which they rest."""
+        return (self.choices or {}).get(_COMPUTE, "storage")
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_manifest` refuses."""

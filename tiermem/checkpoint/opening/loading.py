@@ -339,6 +339,7 @@ def _open(
         manifest = source.manifest
         agree(topology, {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"}, "load_checkpoint")
         wants = _wants(source, shards, optimizer, asked)
+        _check_compute(source, shards, wants)
         fitted = fit(shards, source, asked.is_strict)
         groups: list[tuple[Group, Group]] = []
         if wants.states and manifest.optimizer is not None:
@@ -369,6 +370,17 @@ def _wants(source: Source, shards: Shards, optimizer: NativeOptimizer | None, as
         logger.warning("%s holds no optimizer: its weights are opened, and states begin anew", source.file)
     has_masters = asked.custom_load is None and not asked.module_only and shards.policy.loads_masters
     return Wants(weights=asked.custom_load is None, states=has_states, masters=has_masters)
+
+
+def _check_compute(source: Source, shards: Shards, wants: Wants) -> None:
+    """Warns when training goes on with another compute dtype than the save's; raises ValueError when a measurement chose it."""
+    saved, now = source.manifest.compute_dtype, shards.compute
+    if not wants.states or saved == now.dtype:
+        return
+    said = f"{source.file} was trained with compute_dtype {saved!r}, and this start computes with {now.dtype!r} ({now.why})"
+    if now.is_measured:
+        raise ValueError(f'{said}: set "tiermem": {{"compute_dtype": "{saved}"}} to go on with the same bits')
+    logger.warning("%s: losses differ from those of the run that saved it", said)
 
 
 def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tuple[Any, Any, str]]:

@@ -60,7 +60,7 @@ class Content:
     tag: str | None  # None: a durable step without a tag
     save_dir: Path | None  # None: a durable step without a tag
     save_latest: bool
-    values: Mapping[str, Json]  # optimizer, scheduler, loss_scaler, engine, client_state, config
+    values: Mapping[str, Json]  # optimizer, scheduler, loss_scaler, engine, client_state, config, choices
     parameters: Sequence[Parameter]
     excluded: Sequence[str]
     rng: Json
@@ -116,8 +116,7 @@ def manifest_of(
             param: {state: checksums(found, f"{state} of {param}") for state, found in states.items()}
             for param, states in sums.items()
         },
-        choices={},
-        **content.values,
+        **{"choices": {}, **content.values},
     )
 
 

@@ -25,7 +25,7 @@ import torch
 from tiermem.checkpoint.format.fields import Json, encode, no_collection
 from tiermem.checkpoint.format.finding import named_folder, tag_folder
 from tiermem.checkpoint.format.kinds import OF_RANK
-from tiermem.checkpoint.format.manifest import check_parameters
+from tiermem.checkpoint.format.manifest import check_parameters, choices_of
 from tiermem.checkpoint.saving import capture
 from tiermem.checkpoint.saving.capture import Captures
 from tiermem.checkpoint.saving.commit import WHAT, Commits, Kept, optimizer_json, rng_json, state_json
@@ -263,6 +263,7 @@ def _draft(
         "engine": encode(dict(beside.engine), "engine"),
         "client_state": encode(dict(beside.client_state), "client_state"),
         "config": encode(dict(beside.config), "config"),
+        "choices": choices_of(shards.policy.compute_dtype),
     }
     resting, in_memory = saver_of(shards).captures.take([each.name for each in parameters])
     content = Content(

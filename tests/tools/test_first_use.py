@@ -1,0 +1,133 @@
+"""Is a command that was typed wrongly answered by one sentence, with the command that works?"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from saved_by_hand import write
+
+import tiermem
+from tiermem.tools.cli import main
+from tiermem.tools.memory_limit import parse_memory
+from tiermem.tools.options import TrainOptions
+from tiermem.tools.presets import preset
+from tiermem.tools.train_job import options_to_save
+
+MIB = 1 << 20
+ANSWERS = {
+    "trainn --preset 419m": "train --preset 419m",
+    "train": "train --preset 419m",
+    "train 419m --steps 3": "train --preset 419m --steps 3",
+    "train --preset 420m": "train --preset 419m",
+    "train --preset 419m --ofload nvme": "train --preset 419m --offload nvme",
+    "train --preset 419m --offload disk": "train --preset 419m --offload nvme",
+    "train --preset 419m --memory 1250": "train --preset 419m --memory 1250MiB",
+    "train --config ds.json": "train --preset 419m --deepspeed-config ds.json",
+    "train --resume runs/lost": "train --resume",
+    "plan 7b --gpu 24GB": "plan --preset 7b --gpu-memory 24GB",
+    # more than ten
+    "train --preset": "train --preset 419m",
+    "train --preset 419m --precision=bfloat16": "train --preset 419m --precision bf16",
+    "train --preset 419m --steps ten": "train --preset 419m --steps 10",
+    "--preset 419m": "train --preset 419m",
+    "plan": "plan --preset 7b",
+    "plan --preset 7b --gpu-memory 24": "plan --preset 7b --gpu-memory 24GiB",
+    "plan --preset 7b --memory 64GiB": "plan --preset 7b --host-memory 64GiB",
+    "plan --preset 7b --config model.json": "plan --model model.json",
+    "version": "--version",
+    "tune": "tune --path .",
+    "fsck": "fsck .",
+    "bench adm": "bench adam",
+}
+"""By what was typed, what to write instead."""
+
+
+@pytest.mark.parametrize(("typed", "right"), ANSWERS.items())
+def test_a_wrong_command_is_answered_by_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, right: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3}}))
+    (tmp_path / "model.json").write_text(json.dumps(preset("151m")))
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(typed))
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert said.err.rstrip().endswith(f"; write: tiermem {right}")
+    assert "runs" not in {each.name for each in tmp_path.iterdir()}
+
+
+def test_a_cap_that_is_far_too_small_is_answered_before_a_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["train", "--preset", "419m", "--memory", "300MiB"])
+    found = re.search(r"and --memory (\d+)MiB is the smallest that works", capsys.readouterr().err)
+    assert found and 700 < int(found[1]) < 1000
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_auto_is_most_of_what_is_free() -> None:
+    free = int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
+    assert 0 < parse_memory("auto") <= free
+    assert parse_memory("auto") % MIB == 0
+    assert parse_memory("2GiB") == 2 << 30
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"tiermem {tiermem.__version__}\n")
+
+
+def test_resume_without_a_folder_lists_what_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    options = TrainOptions(preset="151m")
+    told = {"tiermem train": options_to_save(options, "151m-nvme", preset("151m"), None)}
+    for folder, step in (("runs/one/checkpoints", 7), ("mine", 9)):
+        write(Path(folder), {"weight": {"weight": torch.zeros(3)}}, f"step{step}", step=step, client_state=told)
+    (tmp_path / "runs" / "empty").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--resume", "--steps", "3"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "tiermem train --resume runs/one" in said and "tiermem train --resume mine" in said
+    assert said.count("151m-nvme") == 2 and "empty" not in said
+
+
+def test_nothing_to_resume_says_how_steps_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["train", "--resume"])
+    assert "--save-every" in capsys.readouterr().out
+
+
+def test_a_shell_completes_commands_options_and_their_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def offered(line: str) -> list[str]:
+        words = line.split(" ")
+        monkeypatch.setenv("_TIERMEM_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+        with pytest.raises(SystemExit):
+            main([])
+        return capsys.readouterr().out.split()
+
+    assert "train" in offered("tiermem tr")
+    assert "--offload" in offered("tiermem train --off")
+    assert offered("tiermem train --offload n") == ["none", "nvme"]
+    assert offered("tiermem train --preset 4") == ["419m"]
