@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -12,7 +13,7 @@ from tiermem.swap.arena import Arena, Pool
 from tiermem.swap.ranges import round_up
 from tiermem.zero.gather import secondary_numel
 from tiermem.zero.packed import gathers_packed, wire_bytes
-from tiermem.zero.reduce import MOST_UNDER_WAY, largest_buffer
+from tiermem.zero.reduce import MOST_UNDER_WAY, largest_buffer, largest_column
 from tiermem.zero.state_layout import FP32_BYTES, StateLayout
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
@@ -25,6 +26,8 @@ _USUAL_UNITS_AHEAD = 2
 USUAL_ON_DEVICE = 3
 """Streamed units present at once on an accelerator, unless the policy sets a number."""
 _USUAL_GRAD_BUFFERS = 2
+_LINK_BUFFERS = 2
+"""One is filled by the accelerator while the other one's gradients are stored."""
 _PAGE = 4096
 BOUNCE_BYTES = 4 << 20
 
@@ -74,6 +77,7 @@ class Plan:
     shards: Buffers  # shards on their way to a gather or to the accelerator
     wires: Buffers  # blocks that packed gathers send and receive
     gradients: Buffers  # gradients of a unit on their way to their tier
+    links: Buffers  # gradients on their way from an accelerator
     sums: Buffers  # buckets of gradients during reductions
     tiles: Buffers  # tiles of optimizer states
     tile_numel: int
@@ -218,6 +222,10 @@ class _Planner:
         wire_sizes = (wire_bytes(u, self._num_shards) for u in streamed if gathers_packed(u, policy))
         wires = sheet.buffers("wire", units.num, wire_sizes, "8-bit blocks on their way between ranks")
         gradients = self._add_gradients(sheet, grads)
+        num_links = _LINK_BUFFERS * (self._is_gpu and grads is not Tier.DEVICE)
+        limit = policy.reduce_bucket_numel if self._world > 1 else sys.maxsize
+        link_sizes = (largest_column(u, self._num_shards, limit) for u in self._trainable)
+        links = sheet.buffers("link", num_links, link_sizes, "gradients on their way from the accelerator", True)
         num_sums = MOST_UNDER_WAY * (self._world > 1 and not self._is_gpu)
         sum_sizes = (largest_buffer(u, self._num_shards, policy.reduce_bucket_numel) for u in self._trainable)
         sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks")
@@ -244,6 +252,7 @@ class _Planner:
             shards=shards,
             wires=wires,
             gradients=gradients,
+            links=links,
             sums=sums,
             tiles=tiles,
             tile_numel=tile_numel,
@@ -365,6 +374,7 @@ class Pools(NamedTuple):
     units: Pool | None
     shards: Pool | None
     gradients: Pool | None
+    links: Pool | None
     sums: Pool | None
     tiles: Pool | None
     wires: Pool | None
@@ -375,6 +385,6 @@ def carve(arena: Arena, plan: Plan) -> Pools:
 
     def pool(name: str) -> Pool | None:
         size, count = getattr(plan, name)
-        return Pool(arena, size, count, name, crosses_link=name == "shards") if count else None
+        return Pool(arena, size, count, name, crosses_link=name in ("shards", "links")) if count else None
 
     return Pools(*map(pool, Pools._fields))

@@ -230,9 +230,6 @@ class Streamed(Protocol):
     def copy(self) -> None:
         """HOME or READING -> COPYING."""
 
-    def give_stage_back(self) -> None:
-        """Frees its stage when the accelerator has read it. Blocks."""
-
     def land(self) -> None:
         """READING, GATHERING or COPYING -> PRESENT. Blocks."""
 
@@ -460,20 +457,16 @@ class Prefetcher(Generic[T]):
     def _make_stage(self, live: T, is_urgent: bool) -> bool:
         """Whether a stage is free for a unit's shard.
 
-        If need be, evicts a unit whose next use is farther ahead, or, if urgent, waits for an accelerator to read a stage.
+        If need be, evicts a unit that is being read and whose next use is farther ahead.
         """
         holders = {i: u for i, u in (self._staged | self._full).items() if u.holds_stage}
         if len(holders) < self._limits.num_stages:
             return True
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
         farthest, distance = self._farthest({i: u for i, u in holders.items() if u.state is UnitState.READING})
-        if farthest is not None and distance > mine:
-            self._evict(farthest)
-            return True
-        gathering = [u for u in holders.values() if u.state is UnitState.GATHERING]
-        if not is_urgent or not gathering:
+        if farthest is None or distance <= mine:
             return False
-        gathering[0].give_stage_back()
+        self._evict(farthest)
         return True
 
     def _farthest(self, among: dict[int, T]) -> tuple[T | None, float]:

@@ -62,6 +62,7 @@ from tiermem.zero.topology import (
     ranks_per_node,
 )
 from tiermem.zero.unit import Division, Shard, divide, serve_islands
+from tiermem.zero.unit_memory import Passage
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import StateDicts, Values, initial_master
 
@@ -464,6 +465,8 @@ class Shards:
                 handle.remove()
             self._end_watch()
             release(self.units, keeps_residents=not materialize)
+            self._passage.close()
+            self.homes.store.stop()
             self.workers.close()
             self.store.close(keep=any(each.keeps_files for each in self._attached))
         for param, value in weights:
@@ -502,13 +505,14 @@ class Shards:
         self.values = Values(self.store, self.topology, self.device, bounce, spread_numel)
         self.tile_pool = pools.tiles
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
-        self.units = settle(units, self.plan, self.policy, self.values, pools)
+        self._passage = Passage(self.store, self.device, pools.units, pools.shards)
+        self.units = settle(units, self.plan, self.policy, self.values, pools, self._passage)
         move_buffers(self.model, self.device)
         self.store.settle()
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
         trainable = [u for u in units if u.is_trainable]
-        plan, grads, sums = self.plan.grads, pools.gradients, pools.sums
-        self.homes = GradientHomes(trainable, plan, self.store, self.topology, self.workers, grads, sums, self.policy)
+        home = self.plan.grads
+        self.homes = GradientHomes(trainable, home, self.store, self.topology, self.workers, pools, self.policy)
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
         self.hooks = Hooks(self.model, live, self.units, self.prefetcher, self.homes, self.store)
