@@ -47,8 +47,9 @@ MUTANTS = {
     "memory is freed while compute uses it": Mutant(
         UnitMemory, "free", "self._owner.wait_event(self._ends[number])", "pass", "plain", "host"
     ),
-    "memory is allocated on the caller's stream": Mutant(
-        UnitMemory, "allocate", "with on(self._owner):", "if True:", "on_side_streams", "host"
+    "a slot is filled before its last users have ended": Mutant(
+        UnitMemory, "allocate", "self._allocated = record(self._owner)",
+        "self._allocated = record(current_stream(self._owner.device))", "on_side_streams", "host"
     ),
     "the stream of a second use is forgotten": Mutant(
         LiveUnit, "use", "self.memory.use()", "pass", "on_side_streams", "host"
@@ -72,22 +73,19 @@ MUTANTS = {
         LiveUnit, "copy", "self.memory.note_home_read(copied)", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "a buffer is given back while it is copied": Mutant(
-        StagedRead, "_run", "self._after.synchronize()", "pass", "plain", "nvme"
+        StagedRead, "_begin", "self._after.synchronize()", "pass", "plain", "nvme"
     ),
     "the event of a copy out of a buffer is forgotten": Mutant(
         Stages, "give_back", "read = read or stage.read", "read = None", "plain", "nvme"
     ),
     "a copy begins before its read has ended": Mutant(
-        StagedRead, "_run", "if move.outcome() is None and not move.was_cancelled:", "if True:", "plain", "nvme"
+        StagedRead, "_finish", "if move.outcome() is None and not move.was_cancelled:", "if True:", "plain", "nvme"
     ),
     "the end of a copy out of a buffer is not noted": Mutant(
         LiveUnit, "_end_staged", "self._end_filling(reading.copied)", "pass", "plain", "nvme"
     ),
     "the copy's event is recorded on another stream": Mutant(
         LiveUnit, "_copy", "return record(copies)", "return record(self._passage.owner)", "plain", "host"
-    ),
-    "the copy runs on another stream than its event": Mutant(
-        LiveUnit, "_copy", "with on(copies):", "if True:", "plain", "host"
     ),
     "a gradient is read before it has come": Mutant(
         GradientLink, "_take", "copied.synchronize()", "pass", "plain", "host"
@@ -101,11 +99,9 @@ MUTANTS = {
     "a buffer of gradients is filled again while it is read": Mutant(
         GradientLink, "_take", "copied.synchronize()", "self._free.put(slot); copied.synchronize()", "plain", "nvme"
     ),
-    "a backward ends before its gradients have come": Mutant(
-        GradientStore, "join", "self._link.join()", "pass", "plain", "host"
-    ),
     "resident weights are overwritten while they are copied": Mutant(
-        Values, "regather", "memory.note_home_read(record(current_stream(self.device)))", "pass", "plain", "states on host"
+        Values, "regather", "memory.note_home_read(record(current_stream(self.device)))", "pass",
+        "loaded_while_copies_are_pending", "states on host"
     ),
     "a factor is read before it is there": Mutant(
         ToHost, "wait", "self._copied.synchronize()", "pass", "clipped_by_torch", "host"

@@ -51,5 +51,7 @@ def test_unscaling_and_clipping_wait_once_for_each_factor(sim: ModuleType, tmp_p
 def test_no_wait_on_two_ranks(tmp_path: Path) -> None:
     backend = "cpu:gloo,sim:simccl"
     for found in launch(Path(__file__).parent / "waits.py", 2, tmp_path, backend, "host", "nvme", "states on host"):
-        for counts in found.values():
+        for home, counts in found.items():
+            if home == "states on host":  # there a step brings the shards, which rest on the device, to the CPU
+                del counts["step"]
             assert_no_waits(counts)

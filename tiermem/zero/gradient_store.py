@@ -244,7 +244,7 @@ class GradientStore:
         if self._link is not None and self.home is not None:
             self._link.call(self._end)
         else:
-            self.join()
+            self._join_link()
             self._end()
 
     def _add(self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool) -> None:
@@ -354,14 +354,17 @@ class GradientStore:
 
         Raises OSError.
         """
+        self._join_link()
+        if self._stream is not None:
+            current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _join_link(self) -> None:
         if self._link is not None:
             try:
                 self._link.join()
             except BaseException:
                 self._drop_open()
                 raise
-        if self._stream is not None:
-            current_stream(self._stream.device).wait_stream(self._stream)
 
     def _at_home(self, data: torch.Tensor) -> AbstractContextManager[object]:
         """Inside the block, accelerator work runs on the stream of DEVICE gradients, after the current stream's `data`."""

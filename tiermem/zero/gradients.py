@@ -343,7 +343,7 @@ class GradientHomes:
     def _end(self, unit: Unit) -> None:
         """Sends a unit's gradients to their tier; with step_in_backward steps it."""
         if self.store.home is None:
-            self.store.join()
+            self.store.join()  # the gradients' states are known afterwards
             if self._reducer is not None:
                 self._tell_given(unit)
             self._stepped[unit] = [shard for shard in unit.shards if shard.gradient.is_there]

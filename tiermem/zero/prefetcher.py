@@ -10,11 +10,9 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from torch import nn
-
 from tiermem.policy import OffloadPolicy
-from tiermem.zero.plan import USUAL_ON_DEVICE, Plan
-from tiermem.zero.unit import Division, Unit
+from tiermem.zero.plan import Plan
+from tiermem.zero.unit import Division, Unit, reads_weights_again
 from tiermem.zero.unit_state import LiveUnit, UnitState
 
 # ---- the order of uses -----------------------------------------------------------------------------------------------
@@ -98,8 +96,6 @@ class Order:
 
 # ---- unanswered uses -------------------------------------------------------------------------------------------------
 
-_HOOKS_OF_A_MODULE = 1  # the number that hooks.py installs before a forward, and after it
-
 
 class Use:
     """One forward of a module with gradients: its units, and whether backward has asked for them.
@@ -175,15 +171,6 @@ def first_order(division: Division) -> Order:
     """The expected order of a model's first pass: forward in order of definition, then the units that backward reads again."""
     forward, backward = division.order(), division.order(reads_weights_again)
     return Order([unit.index for unit in forward], [unit.index for unit in reversed(backward)])
-
-
-def reads_weights_again(module: nn.Module) -> bool:
-    """Whether a module's backward may read its weights: True, except for a plain Embedding without the user's hooks.
-
-    A user's hook may use the weights in any way.
-    """
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return type(module) is not nn.Embedding or any(len(each) > _HOOKS_OF_A_MODULE for each in hooks)
 
 
 # ---- the prefetcher --------------------------------------------------------------------------------------------------
@@ -273,7 +260,7 @@ def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
     """The limits of a plan's buffers and of the policy's four ZeRO-3 sizes. Resident units do not count."""
     ahead = math.inf if policy.prefetch_numel is None else policy.prefetch_numel
     return Limits(
-        num_full=plan.units.num or policy.unit_buffers or USUAL_ON_DEVICE,
+        num_full=plan.units.num,
         is_fixed=plan.units.num > 0,
         num_stages=plan.shards.num,
         ahead_numel=0 if policy.gather_way == "single" else ahead,  # single: only units in use are in memory

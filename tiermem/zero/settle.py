@@ -79,14 +79,15 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def settle(
-    units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools, passage: Passage
-) -> list[LiveUnit]:
+    units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools
+) -> tuple[list[LiveUnit], Passage]:
     """Moves every unit's weights to where they rest; the store owns the memory. Collective; blocks; raises OSError.
 
-    `TensorStore.settle` registers the memory taken here.
+    `TensorStore.settle` registers the memory taken here. Returns the units and what they share, which `release` ends.
     """
+    passage = Passage(values.store, values.device, pools.units, pools.shards, plan.units)
     settler = _Settler(plan, policy, values, pools, passage)
-    return [settler.send_home(unit) for unit in units]
+    return [settler.send_home(unit) for unit in units], passage
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -111,7 +112,7 @@ def show_parts(units: Iterable[LiveUnit]) -> None:
             describe(shard.param, shard.index, shard.shape, part, status)
 
 
-def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
+def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) -> None:
     """The opposite of `settle`: parameters become ordinary ones without gradients, and leave the registry.
 
     keeps_residents: parameters of resident units get copies of their values, since their storage is the store's.
@@ -127,6 +128,7 @@ def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
                 shard.param.data = shard.param.data.clone()
             registry.unregister(shard.param)
             undescribe(shard.param)
+    passage.close()
 
 
 class _Settler:

@@ -47,7 +47,7 @@ from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
 from tiermem.zero.joining import join_ranks
-from tiermem.zero.plan import BOUNCE_BYTES, carve, make_plan
+from tiermem.zero.plan import BOUNCE_BYTES, carve, check_card, make_plan
 from tiermem.zero.prefetcher import Prefetcher, first_order, limits_of
 from tiermem.zero.settle import check_model, move_buffers, release, settle, show_parts
 from tiermem.zero.state_layout import MASTER
@@ -62,7 +62,6 @@ from tiermem.zero.topology import (
     ranks_per_node,
 )
 from tiermem.zero.unit import Division, Shard, divide, serve_islands
-from tiermem.zero.unit_memory import Passage
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import StateDicts, Values, initial_master
 
@@ -128,6 +127,7 @@ class Shards:
         division = divide(model, policy, self.topology.num_shards, is_trained)
         self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node())
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
+        check_card(self.plan, policy, self.device)
         self.store = self._open_store()
         self.workers = Workers(give_fair_threads(), fair_cores())
         self.store.sums.use(self.workers, policy.verify)
@@ -464,8 +464,7 @@ class Shards:
             for handle in self._handles:
                 handle.remove()
             self._end_watch()
-            release(self.units, keeps_residents=not materialize)
-            self._passage.close()
+            release(self.units, self._passage, keeps_residents=not materialize)
             self.homes.store.stop()
             self.workers.close()
             self.store.close(keep=any(each.keeps_files for each in self._attached))
@@ -501,18 +500,17 @@ class Shards:
         units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
         pools = carve(self.store.arena, self.plan)
-        spread_numel = self.policy.allgather_bucket_numel
-        self.values = Values(self.store, self.topology, self.device, bounce, spread_numel)
+        self.values = Values(self.store, self.topology, self.device, bounce, self.policy.allgather_bucket_numel)
         self.tile_pool = pools.tiles
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
-        self._passage = Passage(self.store, self.device, pools.units, pools.shards)
-        self.units = settle(units, self.plan, self.policy, self.values, pools, self._passage)
+        self.units, self._passage = settle(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
         self.store.settle()
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
         trainable = [u for u in units if u.is_trainable]
-        home = self.plan.grads
-        self.homes = GradientHomes(trainable, home, self.store, self.topology, self.workers, pools, self.policy)
+        self.homes = GradientHomes(
+            trainable, self.plan.grads, self.store, self.topology, self.workers, pools, self.policy
+        )
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
         self.hooks = Hooks(self.model, live, self.units, self.prefetcher, self.homes, self.store)
@@ -539,10 +537,5 @@ class Shards:
     def _log_start(self) -> None:
         stats = self.store.stats()
         engine = f"; {stats.engine_why}" if self.policy.paths and stats.engine != "none yet" else ""
-        logger.info(
-            "%d units, %.1f MiB on HOST, %.1f MiB on NVME per rank%s",
-            len(self.units),
-            self.plan.host_bytes / 2**20,
-            self.plan.disk_bytes / 2**20,
-            engine,
-        )
+        sizes = self.plan.host_bytes / 2**20, self.plan.disk_bytes / 2**20
+        logger.info("%d units, %.1f MiB on HOST, %.1f MiB on NVME per rank%s", len(self.units), *sizes, engine)

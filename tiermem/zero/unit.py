@@ -397,6 +397,18 @@ class Division:
         return list(seen.values())
 
 
+_HOOKS_OF_A_MODULE = 1  # the number that hooks.py installs before a forward, and after it
+
+
+def reads_weights_again(module: nn.Module) -> bool:
+    """Whether a module's backward may read its weights: True, except for a plain Embedding without the user's hooks.
+
+    A user's hook may use the weights in any way.
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return type(module) is not nn.Embedding or any(len(each) > _HOOKS_OF_A_MODULE for each in hooks)
+
+
 def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained: bool = True) -> Division:
     """Divides a model's parameters into units.
 

@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from tiermem.swap.move import Move
 from tiermem.swap.native import NORMAL, URGENT
 from tiermem.swap.store import TensorStore
 from tiermem.zero.absent import absent_part
+from tiermem.zero.plan import Buffers
 from tiermem.zero.unit import Unit
 
 # ---- buffers for shards on their way ---------------------------------------------------------------------------------
@@ -58,6 +59,30 @@ class Stages:
             self._reads.popitem()[1].synchronize()
 
 
+class UnitSlots:
+    """Equal slots for full layouts on an accelerator, carved from one allocation, so that no piece of memory lies between them.
+
+    Not for several threads.
+    """
+
+    def __init__(self, device: torch.device, slot_bytes: int, count: int) -> None:
+        self._device = device
+        self._slab = torch.empty(count, slot_bytes, dtype=torch.uint8, device=device)
+        self._free = list(range(count))
+
+    def take(self) -> int:
+        """The number of a free slot. The caller ensures that there is one."""
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Takes a slot back."""
+        self._free.append(slot)
+
+    def storage(self, slot: int, num_bytes: int) -> torch.UntypedStorage:
+        """A storage over the first bytes of a slot."""
+        return _storage_at(self._slab[slot].data_ptr(), self._device, num_bytes)
+
+
 # ---- what units share ------------------------------------------------------------------------------------------------
 
 
@@ -69,21 +94,33 @@ class Passage:
         device: runs the maths.
         slots: buffers for full layouts (CPU); None: torch's allocator.
         stages: buffers for shards on their way to a gather or to the accelerator.
+        on_device: the plan's buffers for full layouts; used on an accelerator.
     """
 
-    def __init__(self, store: TensorStore, device: torch.device, slots: Pool | None, stages: Pool | None) -> None:
+    def __init__(
+        self,
+        store: TensorStore,
+        device: torch.device,
+        slots: Pool | None,
+        stages: Pool | None,
+        on_device: Buffers,
+    ) -> None:
         is_accelerated = is_accelerator(device)
         self.store = store
         self.device = device
         self.slots = None if is_accelerated else slots
         self.stages = Stages(stages) if stages is not None else None
-        self.may_swap = not is_accelerated and can_swap_pointers()
+        self.may_swap = not is_accelerated and can_swap_pointers(device)  # memory of the CPU
+        is_carved = is_accelerated and on_device.num > 0 and can_swap_pointers(device)
+        self.slab = UnitSlots(device, on_device.slot_bytes, on_device.num) if is_carved else None
         self.owner = new_stream(device) if is_accelerated else None  # allocates and frees full layouts
         self.copies = new_stream(device) if is_accelerated else None  # fills full layouts: copies and gathers
-        self.readers: concurrent.futures.ThreadPoolExecutor | None = None  # threads that wait for reads, one per stage
+        # One thread each, so that reads and copies keep their order.
+        self.starter: concurrent.futures.ThreadPoolExecutor | None = None  # starts reads
+        self.reader: concurrent.futures.ThreadPoolExecutor | None = None  # waits for reads
         if is_accelerated and stages is not None:
-            self.readers = concurrent.futures.ThreadPoolExecutor(
-                stages.count, "tiermem-reads", initializer=activate, initargs=(device,)
+            self.starter, self.reader = (
+                concurrent.futures.ThreadPoolExecutor(1, "tiermem-reads", activate, (device,)) for _ in range(2)
             )
         self._is_outdated = True  # shards on the accelerator may have been written since `_written`
         self._written: torch.Event | None = None
@@ -106,8 +143,9 @@ class Passage:
 
     def close(self) -> None:
         """Ends the threads, and waits for copies out of the buffers. No read may be under way. Blocks."""
-        if self.readers is not None:
-            self.readers.shutdown()
+        for thread in (self.starter, self.reader):
+            if thread is not None:
+                thread.shutdown()
         if self.stages is not None:
             self.stages.settle()
         if self.copies is not None:
@@ -117,13 +155,14 @@ class Passage:
 class StagedRead:
     """A shard's read from NVMe into a stage, for an accelerator. It has the methods of a Move.
 
-        helper thread    waits for the last copy out of the stage -> starts the read -> waits for it -> starts the copy
+        starter    waits for the last copy out of the stage -> starts the read
+        reader     waits for the read -> starts the copy
 
     So no other thread waits for the accelerator before a read begins, and the copy begins when the bytes are there.
 
     Args:
         entry: the shard's name in the store.
-        then: called on the helper thread when the bytes have arrived; returns the end of the copy that it started, or None.
+        then: called on the reader's thread when the bytes have arrived; returns the end of the copy that it started, or None.
     """
 
     def __init__(
@@ -135,9 +174,7 @@ class StagedRead:
         is_urgent: bool,
         then: Callable[[], torch.Event | None],
     ) -> None:
-        self.copied: torch.Event | None = (
-            None  # the end of the copy that `then` started; valid after `wait` or `cancel`
-        )
+        self.copied: torch.Event | None = None  # the end of the copy; valid after `wait` or `cancel`
         self._store = passage.store
         self._entry = entry
         self._after = stage.read
@@ -147,8 +184,10 @@ class StagedRead:
         self._is_cancelled = False
         self._move: Move | None = None  # None until the read has been started
         self._lock = threading.Lock()  # guards the three above
-        assert passage.readers is not None
-        self._ended = passage.readers.submit(self._run)
+        assert passage.starter is not None and passage.reader is not None
+        self._reader = passage.reader
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        passage.starter.submit(self._begin)
 
     def wait(self) -> None:
         """Blocks until the bytes have arrived and `then` has returned. Raises OSError."""
@@ -164,35 +203,50 @@ class StagedRead:
             move.promote()
 
     def cancel(self) -> None:
-        """Drops the read, unless it has ended, and waits until the helper thread has ended its work. Never raises OSError."""
+        """Drops the read, unless it has ended, and waits until the helper threads have ended its work. Never raises OSError."""
         with self._lock:
             self._is_cancelled, move = True, self._move
         if move is not None:
             move.cancel()
         concurrent.futures.wait([self._ended])
 
-    def _run(self) -> None:
-        if self._after is not None:
-            self._after.synchronize()
-        with self._lock:
-            if self._is_cancelled:
-                return
-            move = self._move = self._store.read([(self._entry, 0, self._data)], self._entry, self._priority)
-        if move.outcome() is None and not move.was_cancelled:
-            self.copied = self._then()
+    def _begin(self) -> None:
+        try:
+            if self._after is not None:
+                self._after.synchronize()
+            with self._lock:
+                if self._is_cancelled:
+                    self._ended.set_result(None)
+                    return
+                self._move = self._store.read([(self._entry, 0, self._data)], self._entry, self._priority)
+            self._reader.submit(self._finish, self._move)
+        except BaseException as error:
+            self._ended.set_exception(error)
+
+    def _finish(self, move: Move) -> None:
+        try:
+            if move.outcome() is None and not move.was_cancelled:
+                self.copied = self._then()
+            self._ended.set_result(None)
+        except BaseException as error:
+            self._ended.set_exception(error)
 
 
-def can_swap_pointers() -> bool:
-    """Whether this torch can put other memory under a storage; each call tries it on two small storages."""
-    swap = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
-    if swap is None:
-        return False
-    lender, borrower = torch.zeros(4, dtype=torch.uint8).untyped_storage(), torch.UntypedStorage(0)
+def can_swap_pointers(device: torch.device) -> bool:
+    """Whether this torch can put other memory under a storage on a device; each call tries it on small storages."""
     try:
-        swap(borrower, lender)
-    except (RuntimeError, TypeError):
+        memory = torch.zeros(16, dtype=torch.uint8, device=device)
+        borrower = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        lender = _storage_at(memory.data_ptr(), device, 16) if is_accelerator(device) else memory.untyped_storage()
+        borrower._swap_data_ptr_(lender)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, TypeError):
         return False
-    return borrower.nbytes() == 4 and lender.nbytes() == 0
+    return borrower.nbytes() == 16 and lender.nbytes() == 0
+
+
+def _storage_at(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
+    """A storage over memory that another object owns. The function is private to torch."""
+    return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(address, device, num_bytes))
 
 
 # ---- a unit's memory -------------------------------------------------------------------------------------------------
@@ -206,11 +260,12 @@ class UnitMemory:
 
         CPU            arena memory is put under the storage (`UntypedStorage._swap_data_ptr_`: microseconds, views follow). The
                        call is private to torch, so it is tested first; without it the storage is resized and bytes are copied.
-        accelerator    the storage is resized to fill and to free; torch's caching allocator keeps the pages
+        accelerator    the same with slots of one slab. Units that stay, and all units without that call, have memory of torch's
+                       allocator: the storage is resized.
 
-    torch's allocator gives freed memory to the next request on the stream that allocated it. So on an accelerator one stream,
-    the *owner*, allocates and frees all units. A stream that fills a unit waits for the owner. Before the owner frees a unit,
-    it waits for every stream that has used the unit (from `use` to `end_use`).
+    Freed memory goes to the next unit, or request, at once. So on an accelerator one stream, the *owner*, stands for the memory
+    of all units, and allocates what torch's allocator gives. A stream that fills a unit waits for the owner. Before a unit is
+    freed, the owner waits for every stream that has used it (from `use` to `end_use`).
     """
 
     def __init__(self, unit: Unit, passage: Passage) -> None:
@@ -224,14 +279,18 @@ class UnitMemory:
         self._filled: torch.Event | None = None  # the layout on an accelerator holds its bytes
         self._slots = passage.slots
         self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
+        self._slab = None if unit.is_resident else passage.slab
+        self._place: int | None = None  # the slot of the slab, while the unit occupies it
         self._may_swap = passage.may_swap
         self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
-        full = torch.empty(unit.full_numel, dtype=unit.full_dtype, device=passage.device)  # allocates no page
+        full = torch.empty(0, dtype=unit.full_dtype, device=passage.device)
         self.full = full
         self._storage = full.untyped_storage()
+        self.allocate()  # for the views; on a CPU no page is touched
+        full.set_(self._storage, 0, (unit.full_numel,), (1,))
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
-        self._storage.resize_(0)
+        self.free()
         if unit.full_dtype != unit.dtype and unit.is_trainable:
             for shard in unit.shards:
                 shard.param.grad_dtype = unit.dtype  # autograd accumulates in it, whatever dtype forward saw
@@ -270,13 +329,19 @@ class UnitMemory:
         self.full = torch.from_numpy(data).view(self.unit.full_dtype)  # in a storage of its own: `leave_to_parent`
         self.views = [self.full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
 
-    def allocate(self) -> None:
-        """Allocates the full layout in torch's own memory, content undefined. On an accelerator `begin_filling` comes next."""
+    def allocate(self, outside: bool = False) -> None:
+        """Allocates the full layout, content undefined. On an accelerator `begin_filling` comes next.
+
+        outside: in torch's own memory, beside the slab.
+        """
         if self._owner is None:
             self._storage.resize_(self.unit.full_bytes)
             return
-        with on(self._owner):
-            self._storage.resize_(self.unit.full_bytes)
+        if self._slab is not None and not outside:
+            self._take_place()
+        else:
+            with on(self._owner):
+                self._storage.resize_(self.unit.full_bytes)
         self._allocated = record(self._owner)
 
     def begin_filling(self) -> None:
@@ -336,9 +401,8 @@ class UnitMemory:
 
     def free(self) -> None:
         """Releases the bytes. Nothing is written to any tier."""
-        if self._lender is not None:
-            self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
-            self._lender = None
+        if self._owner is None and self._lender is not None:
+            self._end_loan()
         elif self._owner is None:
             self._storage.resize_(0)
         else:
@@ -350,12 +414,32 @@ class UnitMemory:
             self._users.clear()
             self._ends.clear()
             self._filled = self._allocated = None
-            with on(self._owner):
-                self._storage.resize_(0)
+            if not self._give_place_back():
+                with on(self._owner):
+                    self._storage.resize_(0)
         if self._slot is not None:
             assert self._slots is not None
             self._slots.give_back(self._slot)
             self._slot = None
+
+    def _take_place(self) -> None:
+        assert self._slab is not None and self._place is None
+        self._place = self._slab.take()
+        self._lender = self._slab.storage(self._place, self.unit.full_bytes)
+        self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
+
+    def _give_place_back(self) -> bool:
+        """Gives the slot of the slab back; False if the unit has none."""
+        if self._slab is None or self._place is None:
+            return False
+        self._end_loan()
+        self._slab.give_back(self._place)
+        self._place = None
+        return True
+
+    def _end_loan(self) -> None:
+        self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
+        self._lender = None
 
     def sees(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this memory."""

@@ -225,7 +225,7 @@ class LiveUnit:
     def keep(self, fill: Callable[[UnitMemory], None]) -> None:
         """HOME -> PRESENT: `fill` fills it in torch's own memory. It is not streamed until `end_keeping`."""
         self._check(UnitState.PRESENT, UnitState.HOME)
-        self.memory.allocate()
+        self.memory.allocate(outside=True)
         self.memory.begin_filling()
         fill(self.memory)
         self._show()
