@@ -26,7 +26,7 @@ _ORDER = """
 tiermem: swap precision policy schedule config zero optim weights checkpoint forecast state_access engine integrations
     utils tools
 tiermem.swap: tier ranges errors durable parts native accelerator torch_step arena direct paths run_folder files queue
-    passes checksum move entry resources store pipeline stream
+    passes checksum move device_copy entry resources store pipeline stream
 tiermem.config: keys base io optimizer precision zero translate root load
 tiermem.zero: registry failures topology joining collectives quantised leaf unit state_layout gather packed reduce plan
     estimate agreement absent unit_memory unit_state values prefetcher gradient_link gradient_store gradients
