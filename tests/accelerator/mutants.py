@@ -148,9 +148,6 @@ ON_RANKS = {
     "gradients are let go while they are packed": Mutant(
         Reducer, "start", "grad.record_stream(self._stream)", "pass", "", ""
     ),
-    "sums leave before they are added up": Mutant(
-        Reducer, "aside", "on(self._stream)", "contextlib.nullcontext()", "", ""
-    ),
     "a gather reads weights before the step has written them": Mutant(
         Passage, "await_written", "self.copies.wait_event(self._written)", "pass", "", "stage 3"
     ),
