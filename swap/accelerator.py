@@ -2,6 +2,7 @@
 
     which      is_accelerator, find_device, kind_of_device, activate    one per rank: torchrun's LOCAL_RANK chooses it
     order      new_stream, current_stream, new_event, record    streams and events, which order work on the device
+    copies     to_device, ToHost                                small tensors, without a wait of the host
     memory     free_and_total, usage, reset_peak                bytes of the device, as torch counts them
     pinning    PageLock                                         pinned host memory, for asynchronous copies
     the rest   facts_of, rng_state, set_rng_state, backends_of, control_device
@@ -108,6 +109,42 @@ def record(stream: torch.Stream) -> torch.Event:
     event = new_event(stream.device)
     event.record(stream)
     return event
+
+
+# ---- small copies ----------------------------------------------------------------------------------------------------
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor of the CPU on a device, through torch's pinned memory: no thread waits. On the CPU: the tensor itself."""
+    return _pinned_like(values).copy_(values).to(device, non_blocking=True) if is_accelerator(device) else values
+
+
+class ToHost:
+    """A small tensor's copy to the CPU, which is started at once, on the current stream."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._copy = _pinned_like(values)
+        self._copy.copy_(values, non_blocking=True)
+        self._copied: torch.Event | None = record(current_stream(values.device))
+
+    def wait(self) -> torch.Tensor:
+        """Blocks until the copy has ended and returns it."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        self._copied = None
+        return self._copy
+
+    def number(self) -> float:
+        """Blocks as `wait` and returns the one element."""
+        return float(self.wait())
+
+
+def _pinned_like(values: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of the CPU, in pinned memory unless the driver refuses."""
+    try:
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(values.shape, dtype=values.dtype)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 
 from tiermem.swap import durable
 from tiermem.swap.arena import Slot
+from tiermem.swap.device_copy import DeviceCopy
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, Blocks, Op
@@ -413,6 +414,7 @@ class Entry:
         self.slot: Slot | None = None  # while COMING or PRESENT; the home itself when home is HOST or DEVICE
         self.owns_slot = True  # False: the caller lent the slot
         self.coming: Move | None = None  # the fetch in flight
+        self.device_copy: DeviceCopy | None = None  # of a tensor whose home is not DEVICE, until it is released
         self.leaving: Move | None = None  # the write-back in flight, or the failed one
 
     def check_range(self, offset: int, buffer: torch.Tensor) -> NvmeHome:
@@ -530,6 +532,19 @@ class Entry:
         if self.nvme is not None:
             self.nvme.drop()
         return slot if self.owns_slot and self.home is not Tier.DEVICE else None
+
+    def to_device(self, move: Move, device: torch.device) -> Move:
+        """The copy on a device of a tensor that `move` brings to HOST memory; the move itself when its home is DEVICE."""
+        if self.home is Tier.DEVICE:
+            return move
+        self.device_copy = self.device_copy or DeviceCopy(move, device)
+        return self.device_copy
+
+    def end_device_copy(self, is_dirty: bool) -> None:
+        """Before a release: ends the copy on the device, if there is one, and brings its changes to HOST memory. Blocks."""
+        copy, self.device_copy = self.device_copy, None
+        if copy is not None:
+            copy.end(is_dirty)
 
     def _check_bytes(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():

@@ -118,6 +118,11 @@ class Move:
         return self._is_done
 
     @property
+    def queue(self) -> Queues:
+        """The queues that have the transfers."""
+        return self._queue
+
+    @property
     def has_failed(self) -> bool:
         """Whether the move has failed; `wait` raises the error."""
         return self._failure is not None

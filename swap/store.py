@@ -12,8 +12,9 @@
     settle        waits for writes                              close     ends all transfers and frees everything
 
 entry.py has the state diagram of an entry. An entry whose home is HOST or DEVICE is always PRESENT: fetching it returns the
-home itself. Callers with buffers of their own (the tile pipeline) use byte ranges and order their transfers themselves. The
-store knows no module, gradient, rank or optimizer.
+home itself. `fetch(to=Tier.DEVICE)` brings a tensor of any home to the accelerator's memory, until its release. Callers with
+buffers of their own (the tile pipeline) use byte ranges and order their transfers themselves. The store knows no module,
+gradient, rank or optimizer.
 
 A freeze needs a sync and copies no byte. Until the thaw, writes do not overwrite frozen bytes; they go to other slots (see
 `num_slots`). `close` removes the files, unless `keep_files` was called: a run that saved keeps its store's files.
@@ -189,6 +190,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                 move.cancel()
             else:
                 move.outcome()  # its own `wait` and `settle` raise the error
+        entry.end_device_copy(is_dirty=False)
         with self._lock:
             slot = entry.give_up()
             if slot is not None:
@@ -216,8 +218,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         assert move is not None
         return move
 
-    def fetch(self, name: str, into: Slot | None = None, priority: int = NORMAL) -> Move:
+    def fetch(self, name: str, into: Slot | None = None, priority: int = NORMAL, *, to: Tier = Tier.HOST) -> Move:
         """Starts reading a tensor into HOST memory; the Move's `wait()` returns it with its dtype and shape.
+
+        With `to=Tier.DEVICE` its `wait()` returns a copy in the device's memory, which lasts until `release` (then the call may
+        block for the copy's end). A tensor whose home is DEVICE is itself returned.
 
         `into` lends a slot of at least the tensor's bytes rounded up to 4096; without it the store carves one. A tensor that is
         PRESENT or COMING is not fetched again. Blocks only while the budget needs write-backs in flight to end. The Move of
@@ -227,18 +232,22 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         while True:
             try:
                 with self._lock:
-                    return self._fetch(self._entries[name], into, priority)
+                    move = self._fetch(self._entries[name], into, priority)
+                    return move if to is Tier.HOST else self._entries[name].to_device(move, self.device)
             except BudgetError:
                 if not self._await_some():
                     raise
 
     def release(self, name: str, dirty: bool = False) -> Move | None:
-        """Releases a fetched tensor; with `dirty` starts the write to its home and returns that Move. Does not block.
+        """Releases a fetched tensor; with `dirty` starts the write to its home and returns that Move.
+
+        Blocks only for the end of its copy on the device, if it has one; with `dirty` the copy's bytes go home.
 
         The caller may reuse memory lent by `into` at once after a clean release, and after the Move's end after a dirty one.
         Raises RuntimeError when the tensor is not PRESENT.
         """
         self._check_usable()
+        self._entries[name].end_device_copy(dirty)
         with self._lock:
             entry = self._entries[name]
             entry.expect("released", EntryState.PRESENT)
@@ -413,10 +422,10 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             finally:
                 self._end_queues()
         finally:
-            if self._held.keeps_files:
-                for entry in self._entries.values():
-                    if entry.nvme is not None:
-                        entry.nvme.drop()
+            for entry in self._entries.values():
+                entry.end_device_copy(is_dirty=False)
+                if entry.nvme is not None and self._held.keeps_files:
+                    entry.nvme.drop()
             for kept in (self._entries, self._under_way, self._frozen):
                 kept.clear()
             self._held.close()

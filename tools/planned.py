@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,10 @@ from tiermem.precision import DTYPES, Precision
 from tiermem.tools.launcher import Job, compute_of
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import Mistake, format_bytes
-from tiermem.zero.plan import USUAL_ON_DEVICE, Plan, Row, make_plan
+from tiermem.zero.plan import Plan, Row, make_plan
 from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology, plan_topology
-from tiermem.zero.unit import Division, Unit, divide
+from tiermem.zero.unit import Division, divide
 
 PLACES = {Tier.DEVICE: "the GPU of a rank", Tier.HOST: "the memory of a node", Tier.NVME: "the disks of a node"}
 """What a limit of a tier is a limit of."""
@@ -340,7 +340,6 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
             choice = choose(model, policy, scenario.rates, compute, num_ranks, per_node, is_gpu, batch.accumulation)
             policy = choice.policy
     division, plan, policy = _plan(model, policy, topology, is_gpu, cluster.ranks_per_node)
-    lines = [*plan.rows, *(passing_rows(plan.division.units, policy) if is_gpu else ())]
     uses = uses_of(model, division, compute)
     forecast = forecast_step(
         division, plan, policy, topology, uses, scenario.rates, is_gpu, cluster.ranks_per_node, batch.accumulation
@@ -350,7 +349,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
         num_params=sum(p.numel() for p in model.parameters()),
         policy=policy,
         plan=plan,
-        lines=(*lines, *extra),
+        lines=(*plan.rows, *extra),
         forecast=forecast,
         batch=batch,
         choice=choice,
@@ -387,12 +386,3 @@ def _plan(
     free = dataclasses.replace(policy, host_bytes=None, resident_bytes=policy.resident_bytes or 0)
     division = divide(model, free, topology.num_shards)
     return division, make_plan(division, free, topology, is_gpu, ranks_on_node), free
-
-
-def passing_rows(units: Sequence[Unit], policy: OffloadPolicy) -> list[Row]:
-    """Returns the row of the units that are present on a GPU at once beside those that stay; empty without such units."""
-    streamed = [unit.full_bytes for unit in units if not unit.is_resident]
-    num = min(policy.unit_buffers or USUAL_ON_DEVICE, len(streamed))
-    num_bytes = num * max(streamed, default=0)
-    why = "in use and fetched ahead, of the largest size"
-    return [Row(f"{num} units", Tier.DEVICE, num_bytes, why)] if num_bytes else []

@@ -29,7 +29,7 @@ from tiermem.swap.native import Workers
 from tiermem.swap.queue import Event
 from tiermem.tools.bench.small_training import PHASES, clock_of, timed
 from tiermem.tools.launcher import Job, compute_of
-from tiermem.tools.planned import activation_rows, hf_config, meta_model, passing_rows, transformers
+from tiermem.tools.planned import activation_rows, hf_config, meta_model, transformers
 from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
 from tiermem.tools.run_record import Figures, Span, covered, within
 from tiermem.tools.train_job import Config, precision_of, with_key
@@ -457,10 +457,9 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
     sizes, num_tokens = ModelSizes.of(job.shape), job.batch * job.seq
     rows = activation_rows(sizes, num_tokens, job.precision, job.is_checkpointing, is_gpu, job.compute)
     activations = sum(row.num_bytes for row in rows)
-    units = passing_rows([live.unit for live in engine.shards.units], engine.shards.policy)
     # whether steps write beside what a checkpoint holds; it takes its room with the first step after one
     freezes = job.save_every is not None or engine.shards.policy.durability == "step"
-    on_device = plan.device_bytes + activations + sum(row.num_bytes for row in units)
+    on_device = plan.device_bytes + activations
     return {
         **{f"{phase}_s": seconds for phase, seconds in forecast.seconds.items()},
         "nvme_read_bytes": forecast.edge_bytes("NVME -> HOST"),

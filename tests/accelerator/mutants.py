@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 from tiermem.optim.sharded import ShardedModel
 from tiermem.optim.tile_step import TilePass
-from tiermem.swap.accelerator import PageLock
+from tiermem.swap.accelerator import PageLock, ToHost
 from tiermem.swap.arena import Arena
 from tiermem.zero import hooks, shards
+from tiermem.zero.gradient_link import GradientLink
 from tiermem.zero.gradient_store import GradientStore
 from tiermem.zero.hooks import Hooks
-from tiermem.zero.unit_state import LiveUnit, UnitMemory
+from tiermem.zero.reduce import Reducer
+from tiermem.zero.unit_memory import Passage, StagedRead, Stages, UnitMemory
+from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import Values
 
 
@@ -39,13 +42,14 @@ MUTANTS = {
         UnitMemory, "use", "stream.wait_event(self._filled)", "pass", "plain", "host"
     ),
     "the copy does not wait for the memory that it fills": Mutant(
-        UnitMemory, "allocate", "stream.wait_stream(self._owner)", "pass", "plain", "host"
+        UnitMemory, "begin_filling", "stream.wait_event(self._allocated)", "pass", "plain", "host"
     ),
     "memory is freed while compute uses it": Mutant(
         UnitMemory, "free", "self._owner.wait_event(self._ends[number])", "pass", "plain", "host"
     ),
-    "memory is allocated on the caller's stream": Mutant(
-        UnitMemory, "allocate", "with on(self._owner):", "if True:", "on_side_streams", "host"
+    "a slot is filled before its last users have ended": Mutant(
+        UnitMemory, "allocate", "self._allocated = record(self._owner)",
+        "self._allocated = record(current_stream(self._owner.device))", "on_side_streams", "host"
     ),
     "the stream of a second use is forgotten": Mutant(
         LiveUnit, "use", "self.memory.use()", "pass", "on_side_streams", "host"
@@ -63,24 +67,44 @@ MUTANTS = {
         Values, "put_elements", "live.await_home()", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "a home's last event does not hold its writer": Mutant(
-        LiveUnit, "await_home", "self._home_read.synchronize()", "pass", "loaded_while_copies_are_pending", "host"
+        UnitMemory, "await_home", "self._home_read.synchronize()", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "the last event of a copy is forgotten": Mutant(
-        LiveUnit, "copy", "self._home_read = copied", "pass", "loaded_while_copies_are_pending", "host"
+        LiveUnit, "copy", "self.memory.note_home_read(copied)", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "a buffer is given back while it is copied": Mutant(
-        LiveUnit, "give_stage_back", "self.await_home()", "pass", "plain", "nvme"
+        StagedRead, "_begin", "self._after.synchronize()", "pass", "plain", "nvme"
+    ),
+    "the event of a copy out of a buffer is forgotten": Mutant(
+        Stages, "give_back", "read = read or stage.read", "read = None", "plain", "nvme"
+    ),
+    "a copy begins before its read has ended": Mutant(
+        StagedRead, "_finish", "if move.outcome() is None and not move.was_cancelled:", "if True:", "plain", "nvme"
+    ),
+    "the end of a copy out of a buffer is not noted": Mutant(
+        LiveUnit, "_end_staged", "self._end_filling(reading.copied)", "pass", "plain", "nvme"
     ),
     "the copy's event is recorded on another stream": Mutant(
-        LiveUnit, "copy", "= record(copies)", "= record(current_stream(self._passage.device))", "plain", "host"
+        LiveUnit, "_copy", "return record(copies)", "return record(self._passage.owner)", "plain", "host"
     ),
-    "the copy runs on another stream than its event": Mutant(
-        LiveUnit, "copy", "with on(copies):", "if True:", "plain", "host"
+    "a gradient is read before it has come": Mutant(
+        GradientLink, "_take", "copied.synchronize()", "pass", "plain", "host"
     ),
-    "a gradient is read before it is there": Mutant(
-        GradientStore, "_put", "source = part[: max(0, num_valid - start)].to(share.device)",
-        "source = part[: max(0, num_valid - start)]; "
-        "source = torch.empty_like(source, device='cpu').pin_memory().copy_(source, non_blocking=True)", "plain", "host",
+    "a gradient leaves before it is computed": Mutant(
+        GradientLink, "send", "self._stream.wait_stream(current_stream(self._device))", "pass", "plain", "host"
+    ),
+    "a gradient is let go while it leaves": Mutant(
+        GradientLink, "send", "part.data.record_stream(self._stream)", "pass", "plain", "host"
+    ),
+    "a buffer of gradients is filled again while it is read": Mutant(
+        GradientLink, "_take", "copied.synchronize()", "self._free.put(slot); copied.synchronize()", "plain", "nvme"
+    ),
+    "resident weights are overwritten while they are copied": Mutant(
+        Values, "regather", "memory.note_home_read(record(current_stream(self.device)))", "pass",
+        "loaded_while_copies_are_pending", "states on host"
+    ),
+    "a factor is read before it is there": Mutant(
+        ToHost, "wait", "self._copied.synchronize()", "pass", "clipped_by_torch", "host"
     ),
     "a gradient is added before it has come": Mutant(
         GradientStore, "_at_home", "self._stream.wait_stream(current_stream(self._stream.device))", "pass", "plain", "device"
@@ -110,10 +134,22 @@ MUTANTS = {
 ON_RANKS = {
     "a gather is not waited for": Mutant(LiveUnit, "_await_gather", "gathering.pending.wait()", "pass", "", ""),
     "a gather does not wait for the memory that it fills": Mutant(
-        UnitMemory, "allocate", "stream.wait_stream(self._owner)", "pass", "", ""
+        UnitMemory, "begin_filling", "stream.wait_event(self._allocated)", "pass", "", ""
     ),
     "a home is overwritten while a gather reads it": Mutant(
-        LiveUnit, "gather", "self._home_read = record(current_stream(self._passage.device))", "pass", "", ""
+        LiveUnit, "gather", "self.memory.note_home_read(read)", "pass", "", ""
+    ),
+    "a gather's end is recorded before it": Mutant(
+        LiveUnit, "_await_gather", "record(self._passage.copies)", "record(self._passage.owner)", "", ""
+    ),
+    "a reduction does not wait for its gradients": Mutant(
+        Reducer, "start", "self._stream.wait_stream(current_stream(self._stream.device))", "pass", "", ""
+    ),
+    "gradients are let go while they are packed": Mutant(
+        Reducer, "start", "grad.record_stream(self._stream)", "pass", "", ""
+    ),
+    "a gather reads weights before the step has written them": Mutant(
+        Passage, "await_written", "self.copies.wait_event(self._written)", "pass", "", "stage 3"
     ),
 }
 """Those of several ranks (parity_on_ranks.py)."""

@@ -102,7 +102,7 @@ def main() -> None:
 def cases_of(backend: str, mutant: str, world: int) -> list[str]:
     """On four ranks every stage, and those that need so many."""
     if mutant != "none":
-        return ["stage 3, host"]
+        return [ON_RANKS[mutant].home or "stage 3, host"]
     if "cpu" not in backend:
         return ON_DEVICES_ALONE
     stages = [f"stage {stage}" for stage in range(4)]

@@ -99,7 +99,7 @@ def test_recomputed_activations_change_no_bit(tmp_path: Path) -> None:
 
 
 def test_without_swapped_pointers_it_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermem.zero.unit_state.can_swap_pointers", lambda: False)
+    monkeypatch.setattr("tiermem.zero.unit_memory.can_swap_pointers", lambda device: False)
     plain, model = tower(), tower()
     expected = train(plain, casts=True, num_steps=2)
     with tiermem.shard(model, policy_of(Tier.NVME, tmp_path)):

@@ -11,7 +11,7 @@ from tiermem.zero.unit_state import UnitState
 
 
 class PlayedUnit:
-    """A unit on NVMe that is gathered on an accelerator, which keeps its stage until the gather has landed."""
+    """A unit on NVMe that is gathered from several ranks, which gives its stage back when the gather has begun."""
 
     is_streamed = is_gathered = reads = is_staged = True
 
@@ -31,10 +31,7 @@ class PlayedUnit:
 
     def gather(self) -> None:
         assert self.holds_stage, "a gather needs the shard in a stage"
-        self._become(UnitState.GATHERING, True, "gather")
-
-    def give_stage_back(self) -> None:
-        self._become(self.state, False, "give stage back")
+        self._become(UnitState.GATHERING, False, "gather")
 
     def land(self) -> None:
         self._become(UnitState.PRESENT, False, "land")
@@ -78,10 +75,10 @@ def test_units_are_read_and_gathered_ahead_in_the_expected_order() -> None:
     ]
 
 
-def test_a_unit_that_is_needed_at_once_gets_the_stage_of_a_gather_that_has_read_it() -> None:
-    """The order changes: unit 1 is gathered ahead and holds the only stage when unit 3 is needed instead."""
-    assert play(4, num_full=4, num_stages=1, uses=[0, 3])[:8] == [
+def test_a_unit_that_is_needed_at_once_gets_the_stage_of_a_read_that_can_wait() -> None:
+    """The order changes: unit 2 is read ahead and holds the only stage when unit 3 is needed instead."""
+    assert play(4, num_full=4, num_stages=1, uses=[0, 3])[:9] == [
         *("read 0", "gather 0", "land 0"),
-        *("read 1", "gather 1", "give stage back 1"),
-        *("read 3", "gather 3"),
+        *("read 1", "gather 1", "read 2"),
+        *("drop 2", "read 3", "gather 3"),
     ]

@@ -138,6 +138,7 @@ PLANNED: Mapping[str, str] = MappingProxyType(
         "aio.queue_depth": "the queue's default",
         "aio.intra_op_parallelism": "the engine chooses",
         "tiermem.host_bytes": "what the plan needs",
+        "tiermem.device_bytes": "what the plan needs, and no more weights stay on the device",
         "tiermem.disk_bytes": "what the plan needs",
         "tiermem.paths": "the folders of nvme_path",
         "tiermem.grads": "cpu when the budget has room, else nvme",

@@ -30,6 +30,9 @@ class OwnConfig(ConfigModel):
 
     host_bytes: Annotated[Bytes, Field(ge=1)] | None = None
     """Budget of host memory per node, divided by the ranks on it. Not set: what the plan needs."""
+    device_bytes: Annotated[Bytes, Field(ge=1)] | None = None
+    """Budget of each rank's memory on its accelerator, for weights, gradients and states, without activations. Weights stay
+    there as far as it allows. Not set: what the plan needs, and no more weights stay."""
     disk_bytes: Annotated[Bytes, Field(ge=1)] | None = None
     """Most bytes to take on all NVMe paths together. Not set: what the plan needs."""
     paths: Paths | None = None

@@ -14,11 +14,10 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.gather import spans_of
 from tiermem.zero.packed import gathers_packed
 from tiermem.zero.plan import Plan, planned_layout
-from tiermem.zero.prefetcher import reads_weights_again
 from tiermem.zero.quantised import packed_bytes
 from tiermem.zero.reduce import Bucket
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Division, Unit, ranges_in
+from tiermem.zero.unit import Division, Unit, ranges_in, reads_weights_again
 
 # ---- modules and their units -----------------------------------------------------------------------------------------
 

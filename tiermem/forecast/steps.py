@@ -368,9 +368,6 @@ class _PlayedUnit:
         self._builder.copy_unit(self.unit)
         self.state = UnitState.COPYING
 
-    def give_stage_back(self) -> None:
-        """Does nothing: a simulated gather frees the stage at once."""
-
     def land(self) -> None:
         """-> PRESENT."""
         self.state, self._read = UnitState.PRESENT, None

@@ -20,9 +20,11 @@ imports only files above it):
     estimate        memory needs of a model that does not exist yet
     agreement       compares program, model and policy over ranks
     absent          what a parameter shows while its values are not in memory
-    unit_state      a unit's state machine, storage and transfers
+    unit_memory     a unit's memory; buffers, streams and threads that units share
+    unit_state      a unit's state machine and transfers
     values          reads and writes weights where they rest; state dicts
     prefetcher      learns the order of uses; decides which units to fetch and to evict
+    gradient_link   brings gradients from an accelerator to host memory
     gradient_store  keeps gradients until the step
     gradients       takes gradients from autograd to that store
     backward_marks  hooks on tensors that tell how far backward is

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.zero.plan import USUAL_ON_DEVICE, make_plan
+from tiermem.zero.plan import make_plan
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Unit, divide
+from tiermem.zero.unit import divide
 
 _GIB = 1 << 30
 _PARAM, _GRAD, _FP32 = 2, 2, 4  # bytes of an element: 16-bit weights, 16-bit gradients, 32-bit values
@@ -159,8 +159,8 @@ def estimate_mem_needs(
     division = divide(_imagined(int(total_params), int(largest_layer_params)), policy, num_shards)
     topology = Topology(None, 0, num_ranks, num_shards, 0)
     plan = make_plan(division, policy, topology, is_gpu, num_gpus_per_node)
-    present = sum(row.num_bytes for row in plan.rows if row.tier is Tier.DEVICE)
-    device = present + _passing_bytes(plan.division.units) if is_gpu else 0
+    gradients = max((unit.full_bytes for unit in plan.division.units if unit.is_trainable), default=0)
+    device = plan.device_bytes + gradients if is_gpu else 0
     return MemoryNeeds(plan.host_bytes * num_gpus_per_node, device, plan.disk_bytes * num_gpus_per_node)
 
 
@@ -193,13 +193,6 @@ def _own_rows(stage: int, total: int, largest: int, num_gpus_per_node: int, num_
 
 def _policy(stage: int, params: Tier, optim: Tier) -> OffloadPolicy:
     return OffloadPolicy(stage=stage, params=params, optim=optim, paths=["."] if Tier.NVME in (params, optim) else ())
-
-
-def _passing_bytes(units: list[Unit]) -> int:
-    """Bytes on a GPU of the streamed units that are present at once, and of the gradients of the largest unit."""
-    streamed = [unit.full_bytes for unit in units if not unit.is_resident]
-    gradients = max((unit.full_bytes for unit in units if unit.is_trainable), default=0)
-    return min(USUAL_ON_DEVICE, len(streamed)) * max(streamed, default=0) + gradients
 
 
 def _imagined(total: int, largest: int) -> nn.Module:

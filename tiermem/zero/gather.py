@@ -350,12 +350,13 @@ def spread(topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tens
 
     The shard layouts are gathered in spans of at most `limit_numel` elements over all ranks. A span may end inside a parameter
     and may hold several. The limit bounds the bytes of a call, and so the memory beside weights and shards: the backend's
-    buffer, and on a GPU the span on its way to the device. Streamed units are gathered whole (UnitGather).
+    buffer. Streamed units are gathered whole (UnitGather).
 
-    Collective: every rank calls it for the same units in the same order. Blocks, on a GPU in stream order. Raises RankLost.
+    Collective: every rank calls it for the same units in the same order. Blocks, on a GPU in stream order: there the shard must
+    not change until the current stream has copied it. Raises RankLost.
     """
     if topology.num_shards == 1:
-        gather_unit(topology, unit, shard.to(full.device), full)
+        full.copy_(shard, non_blocking=True)
         return
     for span in spans_of(unit, topology.num_shards, limit_numel):
-        gather_unit(topology, unit, shard[span].to(full.device), full, span)
+        gather_unit(topology, unit, shard[span], full, span)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on
+from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on, to_device
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.swap.store import TensorStore
 from tiermem.swap.torch_step import block_sums_in_torch
+from tiermem.zero.gradient_link import GradientLink, GradientPart
 from tiermem.zero.unit import Shard, Unit, own_numel
 
 # ---- the value of p.grad ---------------------------------------------------------------------------------------------
@@ -33,6 +35,9 @@ class Norms(Protocol):
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """The sum of squares of each parameter's gradient (summed over ranks), over all its elements. Collective."""
+
+    def number(self, value: torch.Tensor | float) -> Callable[[], float]:
+        """A function that gives a number, also one on an accelerator, whose copy to the host it waits for. Does not block."""
 
 
 class ShardedGrad(torch.Tensor):
@@ -90,7 +95,7 @@ class ShardedGrad(torch.Tensor):
             return None
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
             grads, found_inf, inv_scale = args
-            if not all(math.isfinite(float(n)) for n in _norms(grads)):
+            if not all(map(math.isfinite, grads[0].homes.sums_of_squares([g.shard for g in grads]))):
                 found_inf.fill_(1.0)
             _scale(grads, inv_scale, False)
             return None
@@ -119,24 +124,30 @@ def _is_two_norm(args: Sequence[Any], kwargs: Any) -> bool:
 def _norms(grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
     homes = grads[0].homes
     sums = homes.sums_of_squares([g.shard for g in grads])
-    return [
-        torch.tensor(math.sqrt(s) / homes.divisor, dtype=torch.float32, device=g.device)
-        for s, g in zip(sums, grads, strict=True)
-    ]
+    norms = torch.tensor([math.sqrt(s) / homes.divisor for s in sums], dtype=torch.float32)
+    return list(to_device(norms, grads[0].device).unbind())
 
 
 def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None:
     factors = factor if isinstance(factor, (list, tuple)) else [factor] * len(grads)
     for grad, value in zip(grads, factors, strict=True):
-        number = float(value)
-        grad.shard.gradient.scale(1.0 / number if is_division else number)
+        number = grad.homes.number(value)
+        grad.shard.gradient.scale(partial(_inverse, number) if is_division else number)
+
+
+def _inverse(number: Callable[[], float]) -> float:
+    return 1.0 / number()
 
 
 # ---- the store of gradients ------------------------------------------------------------------------------------------
 #
-#     open    gives memory of a unit's shard layout; it holds the stored gradient if more is to be added to it
-#     put     copies or adds a part of a parameter's share; computes its sums of squares when the share is complete
-#     close   sends the unit's gradients to their tier
+#     add     copies or adds parts of a unit's gradients; computes a share's sums of squares when it is complete
+#     end     sends the unit's gradients to their tier
+#     join    waits for both
+#
+# Between `add` and `end` a unit's home is open: memory of its shard layout, which holds the stored gradient if more is to
+# be added to it. Gradients of an accelerator whose home is not DEVICE come through a link (gradient_link.py). Its helper
+# thread does this work then, and `join` waits for it.
 #
 #     HOST, DEVICE    the memory is on the tier itself
 #     NVME            the memory is a buffer: read first if need be, written in the background afterwards. A unit is read
@@ -172,10 +183,17 @@ class GradientStore:
         home: the tier; None: gradients are not kept, and each unit is stepped in backward.
         shard_rank: which share of every parameter is this rank's.
         pool: buffers, for NVME and None.
+        links: buffers of the link from an accelerator; None: no gradient crosses it.
     """
 
     def __init__(
-        self, home: Tier | None, store: TensorStore, shard_rank: int, workers: Workers, pool: Pool | None
+        self,
+        home: Tier | None,
+        store: TensorStore,
+        shard_rank: int,
+        workers: Workers,
+        pool: Pool | None,
+        links: Pool | None,
     ) -> None:
         self.home = home
         self.recorder = store.recorder
@@ -184,6 +202,8 @@ class GradientStore:
         self._workers = workers
         self._pool = pool
         self._stream = new_stream(store.device) if home is Tier.DEVICE and is_accelerator(store.device) else None
+        self._link = GradientLink(store.device, links) if links is not None else None
+        self._open: OpenHome | None = None  # of the unit between `add` and `end`; the link's thread has it
         self._leaving: list[tuple[Unit, Slot, Move]] = []
         self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
 
@@ -205,6 +225,41 @@ class GradientStore:
         """A unit's gradients in the shard layout; None when they do not rest in memory."""
         return self._store.view(self.entry(unit)) if self.home in (Tier.HOST, Tier.DEVICE) else None
 
+    def add(self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool) -> None:
+        """Adds parts of a unit's gradients at its home. The parts may be released on return. Blocks for buffers.
+
+        is_known: whether some rank had these gradients; else `Gradient.confirm` tells later. Raises OSError, also of an
+        earlier call.
+        """
+        if self._link is None:
+            self._add(unit, dtype, parts, is_known)
+        else:
+            self._link.send(parts, lambda hosted: self._add(unit, dtype, hosted, is_known))
+
+    def end(self) -> None:
+        """Sends the gradients of the unit that was added last to their tier. Raises OSError, also of an earlier call.
+
+        With step_in_backward it steps the unit, on this thread: it blocks until the gradients have come.
+        """
+        if self._link is not None and self.home is not None:
+            self._link.call(self._end)
+        else:
+            self._join_link()
+            self._end()
+
+    def _add(self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool) -> None:
+        if self._open is None:
+            self._open = self.open(unit, dtype, any(shard.gradient.takes_more for shard in unit.shards))
+        for part in parts:
+            self.put(self._open, *part)
+            if is_known and part.start + part.data.numel() >= part.shard.shard_numel:
+                part.shard.gradient.confirm()
+
+    def _end(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            self.close(opened)
+
     def open(self, unit: Unit, dtype: torch.dtype, adds: bool) -> OpenHome:
         """Memory for a unit's gradients; with `adds` it holds the stored gradient. Blocks for a buffer; raises OSError."""
         at_home = self.view(unit)
@@ -222,7 +277,7 @@ class GradientStore:
             raise
         return OpenHome(unit, data.view(dtype), slot)
 
-    def put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int) -> None:
+    def put(self, opened: OpenHome, shard: Shard, start: int, part: torch.Tensor) -> None:
         """Copies or adds a flat part of this rank's share from element `start` on. The last one computes sums of squares."""
         with self._at_home(part):
             self._put(opened, shard, part, start)
@@ -234,7 +289,7 @@ class GradientStore:
         share = opened.flat[shard.shard_offset : shard.shard_offset + num_valid]
         if start == 0 and adds and shard.gradient.factor != 1.0:
             share.mul_(shard.gradient.factor)  # the user scaled the stored gradient, not the new part
-        source = part[: max(0, num_valid - start)].to(share.device)
+        source = part[: max(0, num_valid - start)]
         is_last, is_away = stop >= num_valid, is_accelerator(share.device)
         if start == 0 and is_last and not is_away:
             shard.gradient.arrive(store_gradient(self._workers, share, source, first, accumulate=adds))
@@ -271,9 +326,17 @@ class GradientStore:
             raise
         self._leaving.append((unit, slot, move))
 
-    def drop(self, opened: OpenHome) -> None:
-        """Discards what was put, and frees its buffer."""
-        self._give_back(opened.slot)
+    def drop(self) -> None:
+        """Discards the parts of the unit between `add` and `end`, and earlier errors. Blocks until the link is empty."""
+        if self._link is not None:
+            with suppress(Exception):
+                self._link.join()
+        self._drop_open()
+
+    def _drop_open(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            self._give_back(opened.slot)
 
     def settle(self) -> None:
         """Blocks until every gradient is on its tier. Raises OSError."""
@@ -281,10 +344,27 @@ class GradientStore:
         while self._leaving:
             self._reap()
 
+    def stop(self) -> None:
+        """Ends the link's thread. No backward may be under way."""
+        if self._link is not None:
+            self._link.close()
+
     def join(self) -> None:
-        """Lets the current stream wait for the work on gradients that rest on DEVICE."""
+        """Blocks until the link is empty; lets the current stream wait for work on gradients that rest on DEVICE.
+
+        Raises OSError.
+        """
+        self._join_link()
         if self._stream is not None:
             current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _join_link(self) -> None:
+        if self._link is not None:
+            try:
+                self._link.join()
+            except BaseException:
+                self._drop_open()
+                raise
 
     def _at_home(self, data: torch.Tensor) -> AbstractContextManager[object]:
         """Inside the block, accelerator work runs on the stream of DEVICE gradients, after the current stream's `data`."""

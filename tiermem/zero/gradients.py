@@ -25,17 +25,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.arena import Pool
+from tiermem.swap.accelerator import ToHost, is_accelerator, to_device
 from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import start, total
-from tiermem.zero.gradient_store import GradientStore, OpenHome, ShardedGrad
+from tiermem.zero.gradient_link import GradientPart
+from tiermem.zero.gradient_store import GradientStore, ShardedGrad
+from tiermem.zero.plan import Pools
 from tiermem.zero.reduce import Bucket, Reducer, cut, predivided
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
@@ -49,8 +53,8 @@ class GradientHomes:
     Args:
         units: the trainable units.
         home: the tier where gradients rest; None: they are not kept, and units are stepped in backward.
-        pool: buffers for NVME and None, and for gradients on their way from a GPU.
-        buckets: buffers of reductions between CPUs; None: torch's own memory.
+        pools: its `gradients` are buffers for NVME and None, its `links` those of the link from an accelerator, its `sums`
+            those of reductions between CPUs.
         policy: in which dtype gradients rest, and how they are reduced.
     """
 
@@ -61,22 +65,21 @@ class GradientHomes:
         store: TensorStore,
         topology: Topology,
         workers: Workers,
-        pool: Pool | None,
-        buckets: Pool | None,
+        pools: Pools,
         policy: OffloadPolicy,
     ) -> None:
         self._units = units
         self._topology = topology
         self._policy = policy
-        self.store = GradientStore(home, store, topology.shard_rank, workers, pool)
-        self._reducer = Reducer(topology, policy, buckets) if topology.group is not None else None
+        self.store = GradientStore(home, store, topology.shard_rank, workers, pools.gradients, pools.links)
+        self._reducer = Reducer(topology, policy, pools.sums, store.device) if topology.group is not None else None
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._shards = [shard for unit in units for shard in unit.shards]
         self._stand_ins: dict[Shard, ShardedGrad] = {}  # the values of `p.grad` between backward and step
         self._shown: set[Shard] = set()  # shards whose `p.grad` was set to its stand-in
-        self._open: OpenHome | None = None  # the unit of which some buckets have been stored
         self._waiting: dict[Unit, bool] = {}  # units that this backward has not begun to reduce; True: answered
         self.num_micro_batches = 1  # a step's gradient is the mean of this many; 1: their losses were divided already
+        self._number: tuple[torch.Tensor, int, ToHost] | None = None  # the last one of `number`, and its version
         self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
         self._stepped: dict[Unit, list[Shard]] = {}  # units stepped in backward; their shards with a gradient
         for unit in units:
@@ -100,6 +103,7 @@ class GradientHomes:
 
     def begin(self) -> None:
         """Begins a backward: clears `p.grad` for autograd's gradients."""
+        self._number = None
         self._waiting = dict.fromkeys(self._units if self._policy.stage == 3 else reversed(self._units), False)
         self._given.clear()
         self.forget_replaced()
@@ -136,6 +140,7 @@ class GradientHomes:
         if self._reducer is None:
             for unit in self._units:
                 self._take(unit)
+            self.store.join()
             return
         for unit in self._units:
             self._note_given(unit)
@@ -156,9 +161,7 @@ class GradientHomes:
         logger.warning("a backward ended in an exception: the gradients of its step are forgotten")
         while self._reducer is not None and not self._reducer.is_idle:
             self._reducer.release(self._reducer.finish()[0])
-        if self._open is not None:
-            self.store.drop(self._open)
-            self._open = None
+        self.store.drop()
         self.begin()
         self.begin_step()
         for shard in self._shards:
@@ -220,10 +223,23 @@ class GradientHomes:
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """The sum of squares of each parameter's gradient over all ranks, in float64, with the user's scaling. Collective."""
         self.store.join()
-        sums = block_sums_of(shards)
+        bring_sums(self._shards)
+        sums = {shard: cast(Sequence[float], shard.gradient.block_sums) for shard in shards}
         local = [math.fsum(sums[s]) * s.gradient.factor**2 if s.gradient.is_there else 0.0 for s in shards]
         values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()
         return values
+
+    def number(self, value: torch.Tensor | float) -> Callable[[], float]:
+        """A function that gives a number, also one on an accelerator, whose copy to the host it waits for. Does not block.
+
+        Clipping scales every gradient by one tensor, which is copied once.
+        """
+        if not isinstance(value, torch.Tensor) or not is_accelerator(value.device):
+            return partial(float, float(value))
+        version = value._version
+        if self._number is None or self._number[0] is not value or self._number[1] != version:
+            self._number = value, version, ToHost(value)
+        return self._number[2].number
 
     def norm(self) -> float:
         """The global 2-norm of the gradients at home, after the mean over ranks; NaN or infinity if any is. Collective."""
@@ -250,6 +266,8 @@ class GradientHomes:
             grads = [part.shard.param.grad if _fresh(part.shard) else None for part in bucket.ranges]
             self._reducer.start(name, bucket, grads, unit.shards[0].param.device)
             del grads
+            if self._reducer.is_eager:
+                self._arrive()
             for part in bucket.ranges:
                 if part.is_last:
                     part.shard.param.grad = None
@@ -262,22 +280,20 @@ class GradientHomes:
         done, column = self._reducer.finish()
         unit = done.bucket.unit
         try:
-            if self._open is None:
-                self._open = self._open_home(unit)
-            for part, sums in zip(done.bucket.ranges, done.bucket.split(column), strict=True):
-                self.store.put(self._open, part.shard, sums, part.start)
+            columns = zip(done.bucket.ranges, done.bucket.split(column), strict=True)
+            parts = [GradientPart(part.shard, part.start, sums) for part, sums in columns]
+            with self._reducer.aside():
+                self.store.add(unit, self.dtype(unit), parts, is_known=False)
         finally:
             self._reducer.release(done)
         self.store.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
         if done.bucket is self._cut[unit.index][-1]:
-            opened, self._open = self._open, None
-            if self.store.home is None:
-                self._tell_given(unit)
-            self._close_home(opened)
+            self._end(unit)
 
     def _drain(self) -> None:
         while self._reducer is not None and not self._reducer.is_idle:
             self._arrive()
+        self.store.join()
 
     def _note_given(self, unit: Unit) -> None:
         self._given.update(shard for shard in unit.shards if _fresh(shard))
@@ -301,7 +317,7 @@ class GradientHomes:
         return [bool(flag) for flag in found.tolist()]
 
     def _on_wire(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._topology.control_device)
+        return to_device(torch.tensor(values, dtype=dtype), self._topology.control_device)
 
     # ---- home ----------------------------------------------------------------------------------------------------------------
 
@@ -313,37 +329,36 @@ class GradientHomes:
         if unit in self._stepped:
             raise _stepped_already(unit)
         start_ns = time.monotonic_ns()
-        opened = self._open_home(unit)
+        parts = [GradientPart(s, 0, s.param.grad.reshape(-1)) for s in fresh if s.param.grad is not None]
         try:
-            for shard in fresh:
-                assert shard.param.grad is not None
-                self.store.put(opened, shard, shard.param.grad.reshape(-1), 0)
-                shard.gradient.confirm()
+            self.store.add(unit, self.dtype(unit), parts, is_known=True)
         except BaseException:
-            self.store.drop(opened)
+            self.store.drop()
             raise
-        self._close_home(opened)
+        self._end(unit)
         self.store.recorder.add("reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes)
         for shard in fresh:
             shard.param.grad = None
 
-    def _open_home(self, unit: Unit) -> OpenHome:
-        return self.store.open(unit, self.dtype(unit), any(shard.gradient.takes_more for shard in unit.shards))
-
-    def _close_home(self, opened: OpenHome) -> None:
+    def _end(self, unit: Unit) -> None:
+        """Sends a unit's gradients to their tier; with step_in_backward steps it."""
         if self.store.home is None:
-            self._stepped[opened.unit] = [shard for shard in opened.unit.shards if shard.gradient.is_there]
-        self.store.close(opened)
+            self.store.join()  # the gradients' states are known afterwards
+            if self._reducer is not None:
+                self._tell_given(unit)
+            self._stepped[unit] = [shard for shard in unit.shards if shard.gradient.is_there]
+        self.store.end()
 
 
-def block_sums_of(shards: Sequence[Shard]) -> dict[Shard, Sequence[float]]:
-    """The sums of squares of each gradient's blocks, on the CPU. Sums on an accelerator are copied at once. Blocks for that."""
-    sums = {shard: shard.gradient.block_sums for shard in shards}
-    away = [shard for shard, own in sums.items() if isinstance(own, torch.Tensor)]
+def bring_sums(shards: Sequence[Shard]) -> None:
+    """Copies sums of squares on an accelerator to the CPU, all at once, and keeps them there. Blocks for that."""
+    sums = [(shard, shard.gradient.block_sums) for shard in shards]
+    away = [(shard, own) for shard, own in sums if isinstance(own, torch.Tensor)]
     if away:
-        whole = torch.cat([torch.as_tensor(sums[shard]) for shard in away]).cpu()
-        sums.update(zip(away, whole.split([len(sums[shard]) for shard in away]), strict=True))
-    return {shard: own.tolist() if isinstance(own, torch.Tensor) else own for shard, own in sums.items()}
+        whole = ToHost(torch.cat([own for _, own in away])).wait().tolist()
+        for shard, own in away:
+            shard.gradient.bring_sums(whole[: own.numel()])
+            del whole[: own.numel()]
 
 
 def _fresh(shard: Shard) -> bool:

@@ -54,7 +54,8 @@ from tiermem.zero.backward_marks import (
     tensors_in,
 )
 from tiermem.zero.gradients import GradientHomes
-from tiermem.zero.prefetcher import Prefetcher, Use, Uses, reads_weights_again
+from tiermem.zero.prefetcher import Prefetcher, Use, Uses
+from tiermem.zero.unit import reads_weights_again
 from tiermem.zero.unit_state import LiveUnit
 
 

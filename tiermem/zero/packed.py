@@ -57,14 +57,19 @@ class PackedGather(Gather):
         self._wire: _Wire | None = None  # between `put` and `start`
 
     def put(self, shard: torch.Tensor | None) -> None:
-        """Packs this rank's flat shard layout, or copies it where the unit rests packed. The shard may be reused afterwards."""
+        """Packs this rank's flat shard layout, or copies it where the unit rests packed.
+
+        The shard may be reused afterwards, on an accelerator when the current stream has copied it.
+        """
         assert shard is not None
         self._wire = _Wire(self._topology, self._unit, self._pool, self._full.device)
         if self._unit.is_packed:
-            self._wire.mine.copy_(shard[: self._wire.mine.numel()])  # the shard is padded to whole pages
+            self._wire.mine.copy_(
+                shard[: self._wire.mine.numel()], non_blocking=True
+            )  # the shard is padded to whole pages
         else:
             numel = self._unit.packed_numel
-            pack_into(self._wire.mine, numel, shard[:numel].to(self._full.device))
+            pack_into(self._wire.mine, numel, shard[:numel].to(self._full.device, non_blocking=True))
 
     def start(self) -> Pending:
         """Starts the exchange, after `put`. Does not block; the wait fills the full layout. Raises RankLost."""

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import free_and_total, is_accelerator
 from tiermem.swap.arena import Arena, Pool
 from tiermem.swap.ranges import round_up
 from tiermem.zero.gather import secondary_numel
 from tiermem.zero.packed import gathers_packed, wire_bytes
-from tiermem.zero.reduce import MOST_UNDER_WAY, largest_buffer
+from tiermem.zero.reduce import MOST_UNDER_WAY, largest_buffer, largest_column
 from tiermem.zero.state_layout import FP32_BYTES, StateLayout
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
+from tiermem.zero.unit import UNIT_ALIGN, Division, Unit, reads_weights_again
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 _USUAL_TILE_NUMEL = 1 << 20
 _USUAL_TILE_BUFFERS = (8, 4)  # two for reads and two for writes keep a disk busy; more bridge its pauses
 _USUAL_UNITS_AHEAD = 2
-USUAL_ON_DEVICE = 3
-"""Streamed units present at once on an accelerator, unless the policy sets a number."""
 _USUAL_GRAD_BUFFERS = 2
+_LINK_BUFFERS = 2
+"""One is filled by the accelerator while the other one's gradients are stored."""
 _PAGE = 4096
 BOUNCE_BYTES = 4 << 20
 
@@ -58,6 +62,9 @@ class Plan:
     their usual size and number; then smaller tiles. The rest of the budget keeps a part of the optimizer states on HOST. When
     even the smallest plan does not fit, ValueError gives the arithmetic and the smallest budget that works. Bytes are per rank;
     the budget is per node.
+
+    DEVICE memory is a sum of rows, too, without activations. With a budget for it (`device_bytes`), units stay there that would
+    be streamed without it: those whose fetch costs most, as many as both budgets hold.
     """
 
     rows: list[Row]
@@ -67,13 +74,15 @@ class Plan:
     frozen_disk_bytes: int  # the part for checkpoints; taken when the first step after a checkpoint is written
     grads: Tier | None  # None: gradients are not kept
     states: Tier  # of the optimizer
+    on_device: tuple[str, ...]  # names of the buffers below that lie on an accelerator
     link_bytes: int  # the part of host_bytes that crosses the link to an accelerator
     division: Division = dataclasses.field(compare=False, repr=False)  # as planned: more units may be resident
     unit_homes: dict[int, Tier]  # the tiers of streamed units, by unit index
-    units: Buffers  # full layouts of units on a CPU
+    units: Buffers  # full layouts of streamed units, on HOST or, with an accelerator, on DEVICE
     shards: Buffers  # shards on their way to a gather or to the accelerator
     wires: Buffers  # blocks that packed gathers send and receive
     gradients: Buffers  # gradients of a unit on their way to their tier
+    links: Buffers  # gradients on their way from an accelerator
     sums: Buffers  # buckets of gradients during reductions
     tiles: Buffers  # tiles of optimizer states
     tile_numel: int
@@ -118,7 +127,6 @@ def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_
             "grads=DEVICE without an accelerator: reduced gradients rest on HOST or NVME; leave it None for what fits the "
             "budget"
         )
-    budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
     for unit in division.units:
         if unit.is_trainable:
             policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
@@ -129,22 +137,131 @@ def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_
         stays = {u.index for u in as_is if homes.get(u.index) in in_place}
         homes = {index: home for index, home in homes.items() if index not in stays}
         division = division.with_residents(stays)
-    planner = _Planner(division, policy, topology, is_gpu, homes)
-    choices = planner.choices()
-    for choice in choices:
-        plan = planner.plan(*choice, resident_bytes=policy.resident_bytes or 0)
-        if budget is None or plan.host_bytes <= budget:
-            left = 0 if budget is None or policy.resident_bytes is not None else budget - plan.host_bytes - _PAGE
-            return planner.plan(*choice, resident_bytes=left) if left > 0 else plan
-    smallest = min(
-        (planner.plan(*choice, policy.resident_bytes or 0) for choice in choices), key=lambda p: p.host_bytes
-    )
-    rows = "; ".join(f"{row.what} {_mib(row.num_bytes)} ({row.why})" for row in smallest.rows if row.tier is Tier.HOST)
-    raise ValueError(
-        f"host_bytes={policy.host_bytes} per node is {budget} for each of {ranks_on_node} ranks, and the smallest plan "
-        f"needs {smallest.host_bytes} per rank, {smallest.host_bytes * ranks_on_node} per node: {rows}. Raise the budget, "
-        "or send more to NVME"
-    )
+    maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node)
+    plan = maker.make(set())
+    if plan is not None and is_gpu and policy.device_bytes is not None:
+        plan = maker.make(_staying(maker, division, homes)) or plan
+    if plan is None:
+        raise ValueError(maker.refusal())
+    return plan
+
+
+def check_card(plan: Plan, policy: OffloadPolicy, device: torch.device) -> None:
+    """Raises ValueError, with the arithmetic, when an accelerator has no room for a plan or for the budget."""
+    if is_accelerator(device):
+        check_room(plan, policy, *free_and_total(device))
+
+
+def check_room(plan: Plan, policy: OffloadPolicy, free_bytes: int, total_bytes: int) -> None:
+    """As `check_card`, for an accelerator of which this process may still take `free_bytes` of all bytes."""
+    if policy.device_bytes is not None and policy.device_bytes > total_bytes:
+        raise ValueError(
+            f"device_bytes={policy.device_bytes}, and the accelerator has {total_bytes} ({_mib(total_bytes)}), of which "
+            "activations need a part: give less, or leave it out"
+        )
+    if plan.device_bytes > free_bytes:
+        raise ValueError(
+            f"the plan needs {plan.device_bytes} bytes of the accelerator, and {free_bytes} of its {total_bytes} are free "
+            f"(other processes may hold the rest): {_listed(plan, Tier.DEVICE)}. Send more to HOST or NVME, or set device_bytes"
+        )
+
+
+class _Maker:
+    """Makes the best plan within the budgets, for any choice of units that stay on the accelerator."""
+
+    def __init__(
+        self,
+        division: Division,
+        policy: OffloadPolicy,
+        topology: Topology,
+        is_gpu: bool,
+        homes: dict[int, Tier],
+        ranks_on_node: int,
+    ) -> None:
+        self._division = division
+        self._policy = policy
+        self._topology = topology
+        self._is_gpu = is_gpu
+        self._homes = homes
+        self._ranks_on_node = ranks_on_node
+        self._budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
+
+    def make(self, stays: Collection[int]) -> Plan | None:
+        """The best plan with these units (by index) staying on the accelerator; None when none fits."""
+        policy, budget, planner = self._policy, self._budget, self._planner(stays)
+        for choice in planner.choices():
+            plan = planner.plan(*choice, resident_bytes=policy.resident_bytes or 0)
+            if self._fits(plan):
+                left = 0 if budget is None or policy.resident_bytes is not None else budget - plan.host_bytes - _PAGE
+                return planner.plan(*choice, resident_bytes=left) if left > 0 else plan
+        return None
+
+    def refusal(self) -> str:
+        """Says which budget no plan fits, with the rows of the smallest plan."""
+        policy, planner, count = self._policy, self._planner(()), self._ranks_on_node
+        plans = [planner.plan(*choice, policy.resident_bytes or 0) for choice in planner.choices()]
+        smallest = min(plans, key=lambda plan: plan.device_bytes)
+        if policy.device_bytes is not None and smallest.device_bytes > policy.device_bytes:
+            return (
+                f"device_bytes={policy.device_bytes}, and the smallest plan needs {smallest.device_bytes} of each rank's "
+                f"accelerator: {_listed(smallest, Tier.DEVICE)}. Raise the budget, or send more to HOST or NVME"
+            )
+        smallest = min((plan for plan in plans if self._fits_device(plan)), key=lambda plan: plan.host_bytes)
+        return (
+            f"host_bytes={policy.host_bytes} per node is {self._budget} for each of {count} ranks, and the smallest plan "
+            f"needs {smallest.host_bytes} per rank, {smallest.host_bytes * count} per node: {_listed(smallest, Tier.HOST)}. "
+            "Raise the budget, or send more to NVME"
+        )
+
+    def _planner(self, stays: Collection[int]) -> _Planner:
+        homes = {index: home for index, home in self._homes.items() if index not in stays}
+        division = self._division.with_residents(stays) if stays else self._division
+        return _Planner(division, self._policy, self._topology, self._is_gpu, homes)
+
+    def _fits(self, plan: Plan) -> bool:
+        return (self._budget is None or plan.host_bytes <= self._budget) and self._fits_device(plan)
+
+    def _fits_device(self, plan: Plan) -> bool:
+        budget = self._policy.device_bytes if self._is_gpu else None
+        return budget is None or plan.device_bytes <= budget
+
+
+def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> set[int]:
+    """The streamed units, by index, that stay on the accelerator: the most bytes that both budgets hold.
+
+    Fetches cost most from NVME, and twice a step where backward reads the weights again. Units that cost the same stay at even
+    distances, so that fetches of others hide behind them. Large units enlarge every buffer, so that is also tried: these first.
+    """
+    again = {unit.index for unit in division.order(reads_weights_again)}
+    units = [u for u in division.units if u.index in homes and not u.is_packed and u.full_dtype == u.dtype]
+    sizes = sorted(unit.full_bytes for unit in units)
+    usual = sizes[len(sizes) // 2] if sizes else 0
+
+    def cost(unit: Unit) -> tuple[bool, bool]:
+        return homes[unit.index] is Tier.NVME, unit.index in again
+
+    def first(count: int, order: Callable[[Unit], Any]) -> set[int]:
+        """The indices of `count` units, group by group, the highest first; of the last group at even distances."""
+        found: set[int] = set()
+        for _, alike in itertools.groupby(sorted(units, key=order, reverse=True), key=order):
+            group = sorted(alike, key=lambda unit: unit.index)
+            found.update(unit.index for unit in spread(group, min(1.0, (count - len(found)) / len(group))))
+            if len(found) >= count:
+                break
+        return found
+
+    best: set[int] = set()
+    bytes_of = {unit.index: unit.full_bytes for unit in units}
+    orders: list[Callable[[Unit], Any]] = [cost, lambda unit: (unit.full_bytes > usual, *cost(unit))]
+    for order in orders:
+        low, high = 0, len(units)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if maker.make(first(middle, order)) is not None else (low, middle - 1)
+        found = first(low, order)
+        if sum(bytes_of[index] for index in found) > sum(bytes_of[index] for index in best):
+            best = found
+    return best
 
 
 class _Sheet:
@@ -159,12 +276,20 @@ class _Sheet:
             self.rows.append(Row(what, tier, num_bytes, why))
             self.link_bytes += num_bytes * (crosses_link and tier is Tier.HOST)
 
-    def buffers(self, what: str, count: int, sizes: Iterable[int], why: str, crosses_link: bool = False) -> Buffers:
+    def buffers(
+        self,
+        what: str,
+        count: int,
+        sizes: Iterable[int],
+        why: str,
+        crosses_link: bool = False,
+        tier: Tier = Tier.HOST,
+    ) -> Buffers:
         """Adds `count` buffers of the largest size."""
         size = max(sizes, default=0) if count else 0
         if not size:
             return Buffers(0, 0)
-        self.add(f"{count} {what} buffers", Tier.HOST, count * _page(size), why, crosses_link)
+        self.add(f"{count} {what} buffers", tier, count * _page(size), why, crosses_link)
         return Buffers(size, count)
 
     def total(self, tier: Tier) -> int:
@@ -209,19 +334,23 @@ class _Planner:
         policy, sheet = self._policy, _Sheet()
         at_home = self._add_parameters(sheet)
         streamed = [u for u in self._units if u.index in self._homes]
-        num_units = 0 if self._is_gpu else min(num_units, len(streamed))
+        num_units, place = min(num_units, len(streamed)), Tier.DEVICE if self._is_gpu else Tier.HOST
         needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u in streamed)
-        units = sheet.buffers("unit", num_units, (u.full_bytes for u in streamed), "in use and fetched ahead")
+        full_sizes = (u.full_bytes for u in streamed)
+        units = sheet.buffers("unit", num_units, full_sizes, "in use and fetched ahead", tier=place)
         shard_sizes = (u.shard_bytes for u in at_home[Tier.NVME])
-        shards = sheet.buffers(
-            "shard", 2 * needs_stage, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu
-        )
+        num_shards = (3 if self._is_gpu else 2) * needs_stage  # one more, which the accelerator still reads
+        shards = sheet.buffers("shard", num_shards, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu)
         wire_sizes = (wire_bytes(u, self._num_shards) for u in streamed if gathers_packed(u, policy))
-        wires = sheet.buffers("wire", units.num, wire_sizes, "8-bit blocks on their way between ranks")
+        wires = sheet.buffers("wire", units.num, wire_sizes, "8-bit blocks on their way between ranks", tier=place)
         gradients = self._add_gradients(sheet, grads)
-        num_sums = MOST_UNDER_WAY * (self._world > 1 and not self._is_gpu)
+        num_links = _LINK_BUFFERS * (self._is_gpu and grads is not Tier.DEVICE)
+        limit = policy.reduce_bucket_numel if self._world > 1 else sys.maxsize
+        link_sizes = (largest_column(u, self._num_shards, limit) for u in self._trainable)
+        links = sheet.buffers("link", num_links, link_sizes, "gradients on their way from the accelerator", True)
+        num_sums = MOST_UNDER_WAY * (self._world > 1)
         sum_sizes = (largest_buffer(u, self._num_shards, policy.reduce_bucket_numel) for u in self._trainable)
-        sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks")
+        sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place)
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen = self._add_frozen(sheet, at_home[Tier.NVME])
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
@@ -238,6 +367,7 @@ class _Planner:
             frozen_disk_bytes=frozen,
             grads=grads,
             states=self._states,
+            on_device=("units", "wires", "sums") if self._is_gpu else (),
             link_bytes=sheet.link_bytes,
             division=self._division,
             unit_homes=self._homes,
@@ -245,6 +375,7 @@ class _Planner:
             shards=shards,
             wires=wires,
             gradients=gradients,
+            links=links,
             sums=sums,
             tiles=tiles,
             tile_numel=tile_numel,
@@ -353,6 +484,10 @@ def _page(num_bytes: int) -> int:
     return round_up(num_bytes, _PAGE)
 
 
+def _listed(plan: Plan, tier: Tier) -> str:
+    return "; ".join(f"{row.what} {_mib(row.num_bytes)} ({row.why})" for row in plan.rows if row.tier is tier)
+
+
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB"
 
@@ -366,16 +501,19 @@ class Pools(NamedTuple):
     units: Pool | None
     shards: Pool | None
     gradients: Pool | None
+    links: Pool | None
     sums: Pool | None
     tiles: Pool | None
     wires: Pool | None
 
 
 def carve(arena: Arena, plan: Plan) -> Pools:
-    """Takes all buffers of a plan from the arena, which owns them until it is closed."""
+    """Takes all buffers of a plan that lie on HOST from the arena, which owns them until it is closed."""
 
     def pool(name: str) -> Pool | None:
         size, count = getattr(plan, name)
-        return Pool(arena, size, count, name, crosses_link=name == "shards") if count else None
+        if not count or name in plan.on_device:
+            return None
+        return Pool(arena, size, count, name, crosses_link=name in ("shards", "links"))
 
     return Pools(*map(pool, Pools._fields))

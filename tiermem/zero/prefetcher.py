@@ -10,11 +10,9 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from torch import nn
-
 from tiermem.policy import OffloadPolicy
-from tiermem.zero.plan import USUAL_ON_DEVICE, Plan
-from tiermem.zero.unit import Division, Unit
+from tiermem.zero.plan import Plan
+from tiermem.zero.unit import Division, Unit, reads_weights_again
 from tiermem.zero.unit_state import LiveUnit, UnitState
 
 # ---- the order of uses -----------------------------------------------------------------------------------------------
@@ -98,8 +96,6 @@ class Order:
 
 # ---- unanswered uses -------------------------------------------------------------------------------------------------
 
-_HOOKS_OF_A_MODULE = 1  # the number that hooks.py installs before a forward, and after it
-
 
 class Use:
     """One forward of a module with gradients: its units, and whether backward has asked for them.
@@ -177,15 +173,6 @@ def first_order(division: Division) -> Order:
     return Order([unit.index for unit in forward], [unit.index for unit in reversed(backward)])
 
 
-def reads_weights_again(module: nn.Module) -> bool:
-    """Whether a module's backward may read its weights: True, except for a plain Embedding without the user's hooks.
-
-    A user's hook may use the weights in any way.
-    """
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return type(module) is not nn.Embedding or any(len(each) > _HOOKS_OF_A_MODULE for each in hooks)
-
-
 # ---- the prefetcher --------------------------------------------------------------------------------------------------
 
 _MOST_AHEAD = 8  # units
@@ -230,9 +217,6 @@ class Streamed(Protocol):
     def copy(self) -> None:
         """HOME or READING -> COPYING."""
 
-    def give_stage_back(self) -> None:
-        """Frees its stage when the accelerator has read it. Blocks."""
-
     def land(self) -> None:
         """READING, GATHERING or COPYING -> PRESENT. Blocks."""
 
@@ -276,7 +260,7 @@ def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
     """The limits of a plan's buffers and of the policy's four ZeRO-3 sizes. Resident units do not count."""
     ahead = math.inf if policy.prefetch_numel is None else policy.prefetch_numel
     return Limits(
-        num_full=plan.units.num or policy.unit_buffers or USUAL_ON_DEVICE,
+        num_full=plan.units.num,
         is_fixed=plan.units.num > 0,
         num_stages=plan.shards.num,
         ahead_numel=0 if policy.gather_way == "single" else ahead,  # single: only units in use are in memory
@@ -460,20 +444,16 @@ class Prefetcher(Generic[T]):
     def _make_stage(self, live: T, is_urgent: bool) -> bool:
         """Whether a stage is free for a unit's shard.
 
-        If need be, evicts a unit whose next use is farther ahead, or, if urgent, waits for an accelerator to read a stage.
+        If need be, evicts a unit that is being read and whose next use is farther ahead.
         """
         holders = {i: u for i, u in (self._staged | self._full).items() if u.holds_stage}
         if len(holders) < self._limits.num_stages:
             return True
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
         farthest, distance = self._farthest({i: u for i, u in holders.items() if u.state is UnitState.READING})
-        if farthest is not None and distance > mine:
-            self._evict(farthest)
-            return True
-        gathering = [u for u in holders.values() if u.state is UnitState.GATHERING]
-        if not is_urgent or not gathering:
+        if farthest is None or distance <= mine:
             return False
-        gathering[0].give_stage_back()
+        self._evict(farthest)
         return True
 
     def _farthest(self, among: dict[int, T]) -> tuple[T | None, float]:

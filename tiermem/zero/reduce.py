@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from tiermem.policy import OffloadPolicy
+from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on
 from tiermem.swap.arena import Pool, Slot
 from tiermem.zero.collectives import Pending, call, start, swap_rows
 from tiermem.zero.packed import start_packed_reduction
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Shard, ShardRange, Unit
+from tiermem.zero.unit import ALIGN, Shard, ShardRange, Unit
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 #
@@ -78,6 +80,12 @@ def largest_buffer(unit: Unit, num_shards: int, limit_numel: int) -> int:
     shares = sum(shard.shard_numel for shard in unit.shards)
     bucket = min(shares, max(1, limit_numel // num_shards)) * num_shards * unit.shards[0].reduce_dtype.itemsize
     return bucket * (2 if num_shards > 1 else 1)
+
+
+def largest_column(unit: Unit, num_shards: int, limit_numel: int) -> int:
+    """Most bytes of a rank's column of the sums of a unit's gradients, each parameter's part at a multiple of 64 bytes."""
+    column = min(unit.shard_numel, max(1, limit_numel // num_shards) + ALIGN * len(unit.shards))
+    return column * max(unit.dtype.itemsize, *(shard.reduce_dtype.itemsize for shard in unit.shards))
 
 
 def put_in(part: ShardRange, grad: torch.Tensor | None, columns: torch.Tensor) -> None:
@@ -155,13 +163,24 @@ class Reducer:
 
     Args:
         pool: buffers of `buffer_bytes` of the largest bucket; None: torch's own memory, allocated for each bucket.
+        device: the device of the gradients. On an accelerator reductions have a stream of their own, and no call waits for it.
     """
 
-    def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None) -> None:
+    def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None, device: torch.device) -> None:
         self._topology = topology
         self._pool = pool
         self._under_way: collections.deque[Reduction] = collections.deque()
         self._factor = 1.0 / predivided(topology.world, policy)
+        self._stream = new_stream(device) if is_accelerator(device) else None
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether `finish` only orders streams, so that a reduction is finished as soon as it is started."""
+        return self._stream is not None
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, work on an accelerator goes to the stream of reductions: what follows a sum."""
+        return contextlib.nullcontext() if self._stream is None else on(self._stream)
 
     @property
     def is_full(self) -> bool:
@@ -179,6 +198,15 @@ class Reducer:
         Args:
             grads: the whole gradient of each of its pieces; None for zeros. The reduction owns one that it sends in place.
         """
+        if self._stream is not None:
+            self._stream.wait_stream(current_stream(self._stream.device))
+            for grad in grads:
+                if grad is not None:
+                    grad.record_stream(self._stream)
+        with self.aside():
+            self._start(what, bucket, grads, device)
+
+    def _start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None], device: torch.device) -> None:
         start_ns = time.monotonic_ns()
         slot = self._pool.take() if self._pool is not None else None
         filled = None if self._pool is not None else self._in_place(bucket, grads)
@@ -193,13 +221,17 @@ class Reducer:
         self._under_way.append(Reduction(what, bucket, slot, start_ns, *begun))
 
     def finish(self) -> tuple[Reduction, torch.Tensor]:
-        """The oldest reduction and this rank's column of its sums, valid until `release`. Blocks; raises RankLost."""
+        """The oldest reduction and this rank's column of its sums, valid until `release`. Raises RankLost.
+
+        Blocks; on an accelerator the column is there in the order of the stream of reductions.
+        """
         done = self._under_way.popleft()
         try:
-            done.pending.wait()
-            column = done.column()
-            if self._topology.num_shards > 1 and self._topology.num_replicas > 1:
-                call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
+            with self.aside():
+                done.pending.wait()
+                column = done.column()
+                if self._topology.num_shards > 1 and self._topology.num_replicas > 1:
+                    call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
             return done, column
         except BaseException:
             self.release(done)

@@ -21,7 +21,8 @@ from tiermem.zero.plan import Plan, Pools, keeps_initial_master, keeps_secondary
 from tiermem.zero.quantised import pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
 from tiermem.zero.unit import Shard, Unit
-from tiermem.zero.unit_state import LiveUnit, Passage, UnitMemory
+from tiermem.zero.unit_memory import Passage, UnitMemory
+from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import Values, initial_master
 
 # ---- models that are refused -----------------------------------------------------------------------------------------
@@ -77,13 +78,16 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 # as its part is stored, so the model needs memory once.
 
 
-def settle(units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools) -> list[LiveUnit]:
+def settle(
+    units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools
+) -> tuple[list[LiveUnit], Passage]:
     """Moves every unit's weights to where they rest; the store owns the memory. Collective; blocks; raises OSError.
 
-    `TensorStore.settle` registers the memory taken here.
+    `TensorStore.settle` registers the memory taken here. Returns the units and what they share, which `release` ends.
     """
-    settler = _Settler(plan, policy, values, pools)
-    return [settler.send_home(unit) for unit in units]
+    passage = Passage(values.store, values.device, pools.units, pools.shards, plan.units)
+    settler = _Settler(plan, policy, values, pools, passage)
+    return [settler.send_home(unit) for unit in units], passage
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -108,7 +112,7 @@ def show_parts(units: Iterable[LiveUnit]) -> None:
             describe(shard.param, shard.index, shard.shape, part, status)
 
 
-def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
+def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) -> None:
     """The opposite of `settle`: parameters become ordinary ones without gradients, and leave the registry.
 
     keeps_residents: parameters of resident units get copies of their values, since their storage is the store's.
@@ -124,12 +128,13 @@ def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
                 shard.param.data = shard.param.data.clone()
             registry.unregister(shard.param)
             undescribe(shard.param)
+    passage.close()
 
 
 class _Settler:
     """Moves units; used during `settle` only."""
 
-    def __init__(self, plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools) -> None:
+    def __init__(self, plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools, passage: Passage) -> None:
         self._plan = plan
         self._policy = policy
         self._values = values
@@ -139,7 +144,7 @@ class _Settler:
         self._pool: Pool | None = pools.units or pools.shards  # buffers in which a unit for NVMe is filled
         self._wires = pools.wires
         self._is_accelerated = is_accelerator(self._device)
-        self._passage = Passage.through(self._store, self._device, pools.units, pools.shards)
+        self._passage = passage
 
     def send_home(self, unit: Unit) -> LiveUnit:
         """Moves a unit's weights to where they rest, one parameter at a time. Collective; blocks."""
@@ -198,6 +203,7 @@ class _Settler:
             memory.hold(self._store.arena.take(unit.full_bytes, f"resident unit {unit.name!r}"))
         else:
             memory.allocate()
+            memory.begin_filling()
         shard = memory.full
         steps_there = self._is_accelerated and self._plan.states is Tier.DEVICE
         if self._topology.num_shards > 1 or (self._is_accelerated and not steps_there):

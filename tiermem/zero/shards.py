@@ -48,7 +48,7 @@ from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
 from tiermem.zero.joining import join_ranks
-from tiermem.zero.plan import BOUNCE_BYTES, carve, make_plan
+from tiermem.zero.plan import BOUNCE_BYTES, carve, check_card, make_plan
 from tiermem.zero.prefetcher import Prefetcher, first_order, limits_of
 from tiermem.zero.settle import check_model, move_buffers, release, settle, show_parts
 from tiermem.zero.state_layout import MASTER
@@ -128,6 +128,7 @@ class Shards:
         division = divide(model, policy, self.topology.num_shards, is_trained)
         self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node())
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
+        check_card(self.plan, policy, self.device)
         self.store = self._open_store()
         self.workers = near_workers(self.device, self.store.arena)
         self.store.sums.use(self.workers, policy.verify)
@@ -463,7 +464,8 @@ class Shards:
             for handle in self._handles:
                 handle.remove()
             self._end_watch()
-            release(self.units, keeps_residents=not materialize)
+            release(self.units, self._passage, keeps_residents=not materialize)
+            self.homes.store.stop()
             self.workers.close()
             self.store.close(keep=any(each.keeps_files for each in self._attached))
         for param, value in weights:
@@ -498,17 +500,17 @@ class Shards:
         units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
         pools = carve(self.store.arena, self.plan)
-        spread_numel = self.policy.allgather_bucket_numel
-        self.values = Values(self.store, self.topology, self.device, bounce, spread_numel)
+        self.values = Values(self.store, self.topology, self.device, bounce, self.policy.allgather_bucket_numel)
         self.tile_pool = pools.tiles
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
-        self.units = settle(units, self.plan, self.policy, self.values, pools)
+        self.units, self._passage = settle(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
         self.store.settle()
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
         trainable = [u for u in units if u.is_trainable]
-        plan, grads, sums = self.plan.grads, pools.gradients, pools.sums
-        self.homes = GradientHomes(trainable, plan, self.store, self.topology, self.workers, grads, sums, self.policy)
+        self.homes = GradientHomes(
+            trainable, self.plan.grads, self.store, self.topology, self.workers, pools, self.policy
+        )
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
         self.hooks = Hooks(self.model, live, self.units, self.prefetcher, self.homes, self.store)
@@ -534,9 +536,7 @@ class Shards:
             each.let_all_go()
 
     def _log_start(self) -> None:
-        stats, mib = (
-            self.store.stats(),
-            f"{self.plan.host_bytes / 2**20:.1f} MiB on HOST, {self.plan.disk_bytes / 2**20:.1f}",
-        )
+        stats = self.store.stats()
         engine = f"; {stats.engine_why}" if self.policy.paths and stats.engine != "none yet" else ""
-        logger.info("%d units, %s MiB on NVME per rank%s", len(self.units), mib, engine)
+        sizes = self.plan.host_bytes / 2**20, self.plan.disk_bytes / 2**20
+        logger.info("%d units, %.1f MiB on HOST, %.1f MiB on NVME per rank%s", len(self.units), *sizes, engine)

@@ -182,8 +182,16 @@ class Gradient:
 
     def __init__(self) -> None:
         self.state = GradientState.NONE
-        self.factor = 1.0  # the product of factors from clip_grad_norm_ and GradScaler
+        self._factors: list[Callable[[], float]] = []  # from clip_grad_norm_ and GradScaler; not read yet
+        self._factor = 1.0  # the product of those that were read
         self.block_sums: Sequence[float] | torch.Tensor = ()  # sums of squares of its blocks
+
+    @property
+    def factor(self) -> float:
+        """The product of all factors. Blocks for those that an accelerator computes."""
+        while self._factors:
+            self._factor *= self._factors.pop(0)()
+        return self._factor
 
     @property
     def is_there(self) -> bool:
@@ -202,26 +210,33 @@ class Gradient:
 
     def arrive(self, block_sums: Sequence[float] | torch.Tensor, factor: float = 1.0) -> None:
         """HOME or ZERO -> HOME, else -> ARRIVED: all of this rank's part is stored, with these sums of squares."""
-        self.state = GradientState.HOME if self.state in _THERE else GradientState.ARRIVED
-        self.factor, self.block_sums = factor, block_sums
+        self._put(GradientState.HOME if self.state in _THERE else GradientState.ARRIVED, factor, block_sums)
+
+    def bring_sums(self, block_sums: Sequence[float]) -> None:
+        """Replaces the sums of squares on an accelerator by the same numbers on the CPU."""
+        self.block_sums = block_sums
 
     def confirm(self) -> None:
         """ARRIVED or NONE (a parameter without elements) -> HOME: some rank had a gradient."""
         if self.state not in _THERE:
             self.state = GradientState.HOME
 
-    def scale(self, factor: float) -> None:
-        """HOME: multiplies the gradient by a factor; the stored values do not change."""
-        self.factor *= factor
+    def scale(self, factor: Callable[[], float]) -> None:
+        """HOME: multiplies the gradient by a factor, which is called when it is needed; the stored values do not change."""
+        self._factors.append(factor)
 
     def clear(self) -> None:
         """HOME -> ZERO: the next gradient, or the step, overwrites the stored values."""
         if self.is_there:
-            self.state, self.factor, self.block_sums = GradientState.ZERO, 1.0, ()
+            self._put(GradientState.ZERO)
 
     def forget(self) -> None:
         """-> NONE."""
-        self.state, self.factor, self.block_sums = GradientState.NONE, 1.0, ()
+        self._put(GradientState.NONE)
+
+    def _put(self, state: GradientState, factor: float = 1.0, block_sums: Sequence[float] | torch.Tensor = ()) -> None:
+        self.state, self._factor, self.block_sums = state, factor, block_sums
+        self._factors.clear()
 
 
 @dataclasses.dataclass(eq=False)
@@ -393,6 +408,18 @@ class Division:
             if counts(module):
                 seen.update((unit.index, unit) for unit in units if not unit.is_resident)
         return list(seen.values())
+
+
+_HOOKS_OF_A_MODULE = 1  # the number that hooks.py installs before a forward, and after it
+
+
+def reads_weights_again(module: nn.Module) -> bool:
+    """Whether a module's backward may read its weights: True, except for a plain Embedding without the user's hooks.
+
+    A user's hook may use the weights in any way.
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return type(module) is not nn.Embedding or any(len(each) > _HOOKS_OF_A_MODULE for each in hooks)
 
 
 def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained: bool = True) -> Division:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import time
 from collections.abc import Callable, Sequence
@@ -12,206 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on, record
-from tiermem.swap.arena import Pool, Slot
+from tiermem.swap.accelerator import on, record
 from tiermem.swap.move import Move
 from tiermem.swap.native import NORMAL, URGENT
 from tiermem.swap.ranges import round_up
-from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero import absent
-from tiermem.zero.absent import ZeroParamStatus, absent_part, mark
+from tiermem.zero.absent import ZeroParamStatus, mark
 from tiermem.zero.collectives import Pending
-from tiermem.zero.compute import narrow_part, widen
+from tiermem.zero.compute import widen
 from tiermem.zero.gather import Gather
 from tiermem.zero.unit import Unit
-
-# ---- shared buffers and streams --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Passage:
-    """The buffers and streams that the units of a model share."""
-
-    store: TensorStore  # holds shards on NVMe; its recorder gets an event for every gather
-    device: torch.device  # runs the maths
-    slots: Pool | None  # buffers for full layouts (CPU); None: torch's allocator
-    stages: Pool | None  # buffers for shards on their way to a gather or to the accelerator
-    may_swap: bool  # the result of `can_swap_pointers`, on a CPU
-    owner: torch.Stream | None  # allocates and frees full layouts on an accelerator
-    copies: torch.Stream | None  # copies whole units to the accelerator
-
-    @staticmethod
-    def through(store: TensorStore, device: torch.device, slots: Pool | None, stages: Pool | None) -> Passage:
-        """The passage for a device: streams for an accelerator, swapped pointers on a CPU."""
-        if is_accelerator(device):
-            return Passage(store, device, None, stages, False, new_stream(device), new_stream(device))
-        return Passage(store, device, slots, stages, can_swap_pointers(), None, None)
-
-
-def can_swap_pointers() -> bool:
-    """Whether this torch can put other memory under a storage; each call tries it on two small storages."""
-    swap = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
-    if swap is None:
-        return False
-    lender, borrower = torch.zeros(4, dtype=torch.uint8).untyped_storage(), torch.UntypedStorage(0)
-    try:
-        swap(borrower, lender)
-    except (RuntimeError, TypeError):
-        return False
-    return borrower.nbytes() == 4 and lender.nbytes() == 0
-
-
-# ---- a unit's memory -------------------------------------------------------------------------------------------------
-
-
-class UnitMemory:
-    """The memory of one unit's full layout: one storage for the unit's life, whose bytes come and go.
-
-    Autograd saves views of weights (`weight.t()`) in forward and reads them in backward. They point at the storage, so the
-    storage has to stay:
-
-        CPU            arena memory is put under the storage (`UntypedStorage._swap_data_ptr_`: microseconds, views follow). The
-                       call is private to torch, so it is tested first; without it the storage is resized and bytes are copied.
-        accelerator    the storage is resized to fill and to free; torch's caching allocator keeps the pages
-
-    torch's allocator gives freed memory to the next request on the stream that allocated it. So on an accelerator one stream,
-    the *owner*, allocates and frees all units. A stream that fills a unit waits for the owner. Before the owner frees a unit,
-    it waits for every stream that has used the unit (from `use` to `end_use`).
-    """
-
-    def __init__(self, unit: Unit, passage: Passage) -> None:
-        self.unit = unit
-        self._owner = passage.owner
-        self._users: dict[int, torch.Stream] = {}  # by id; streams whose work reads or writes the memory
-        self._ends: dict[int, torch.Event] = {}  # by id; the end of a stream's work, where it is known
-        self._accumulating: dict[int, torch.Stream] = {}  # by id; streams that made gradients since the last join
-        self._filled: torch.Event | None = None  # the layout on an accelerator holds its bytes
-        self._slots = passage.slots
-        self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
-        self._may_swap = passage.may_swap
-        self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
-        full = torch.empty(unit.full_numel, dtype=unit.full_dtype, device=passage.device)  # allocates no page
-        self.full = full
-        self.travels = narrow_part(full, unit.dtype) if unit.is_widened else full  # what a gather fills
-        self._storage = full.untyped_storage()
-        self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
-        self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
-        self._storage.resize_(0)
-        if unit.full_dtype != unit.dtype and unit.is_trainable:
-            for shard in unit.shards:
-                shard.param.grad_dtype = unit.dtype  # autograd accumulates in it, whatever dtype forward saw
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether it is on an accelerator, where several streams may use it."""
-        return self._owner is not None
-
-    def take_slot(self) -> Slot:
-        """The arena's buffer for the full layout (CPU). The unit keeps it until `free`."""
-        if self._slot is None:
-            assert self._slots is not None
-            self._slot = self._slots.take()
-            assert self._slot is not None
-        return self._slot
-
-    def allocate_slot(self) -> None:
-        """Puts the arena's buffer under the unit (CPU), with its content, or else allocates torch's memory."""
-        if self._slots is None:
-            self.allocate()
-            return
-        data = self.take_slot().tensor[: self.unit.full_bytes]
-        if self._may_swap:
-            lender = torch.from_numpy(data.numpy()).untyped_storage()
-            self._storage._swap_data_ptr_(lender)  # type: ignore[attr-defined]
-            self._lender = lender
-        else:
-            self.allocate()
-            self.full.view(torch.uint8).copy_(data)
-
-    def hold(self, slot: Slot) -> None:
-        """Makes an arena buffer the unit's memory for life, content undefined (CPU, resident units)."""
-        data = slot.tensor[: self.unit.full_bytes].numpy()
-        self.full = torch.from_numpy(data).view(self.unit.full_dtype)  # in a storage of its own: `leave_to_parent`
-        self.views = [self.full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
-
-    def allocate(self, filled_on: torch.Stream | None = None) -> None:
-        """Allocates the full layout in torch's own memory, content undefined.
-
-        filled_on: the accelerator stream that fills it; default: the current one.
-        """
-        if self._owner is None:
-            self._storage.resize_(self.unit.full_bytes)
-            return
-        stream = filled_on or current_stream(self._owner.device)
-        with on(self._owner):
-            self._storage.resize_(self.unit.full_bytes)
-        stream.wait_stream(self._owner)
-        self._users[stream.stream_id] = stream
-
-    def end_filling(self, filled: torch.Event, stream: torch.Stream) -> None:
-        """Sets the event after which `stream` has filled the memory."""
-        self._filled = self._ends[stream.stream_id] = filled
-
-    def use(self) -> None:
-        """Registers the current stream as a user, from the time when the memory is filled. Does nothing on a CPU."""
-        if self._owner is not None:
-            stream = current_stream(self._owner.device)
-            self._ends.pop(stream.stream_id, None)
-            if stream.stream_id not in self._users:
-                self._users[stream.stream_id] = stream
-                if self._filled is not None:
-                    stream.wait_event(self._filled)
-
-    def end_use(self) -> None:
-        """Ends the current stream's use, after the work that it has been given until now."""
-        if self._owner is not None:
-            stream = current_stream(self._owner.device)
-            if stream.stream_id in self._users:
-                self._ends[stream.stream_id] = record(stream)
-
-    def note_gradient(self) -> None:
-        """Notes that a gradient of the unit was accumulated on the current stream."""
-        assert self._owner is not None
-        stream = current_stream(self._owner.device)
-        self._accumulating[stream.stream_id] = stream
-
-    def join(self) -> None:
-        """Lets the current stream wait for all other streams that use the memory or accumulated its gradients."""
-        if self._owner is not None:
-            stream = current_stream(self._owner.device)
-            for other in (*self._users.values(), *self._accumulating.values()):
-                if other.stream_id != stream.stream_id:
-                    stream.wait_stream(other)
-            self._accumulating.clear()
-
-    def free(self) -> None:
-        """Releases the bytes. Nothing is written to any tier."""
-        if self._lender is not None:
-            self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
-            self._lender = None
-        elif self._owner is None:
-            self._storage.resize_(0)
-        else:
-            for number, stream in self._users.items():
-                if number in self._ends:
-                    self._owner.wait_event(self._ends[number])
-                else:
-                    self._owner.wait_stream(stream)
-            self._users.clear()
-            self._ends.clear()
-            self._filled = None
-            with on(self._owner):
-                self._storage.resize_(0)
-        if self._slot is not None:
-            assert self._slots is not None
-            self._slots.give_back(self._slot)
-            self._slot = None
-
-    def sees(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of this memory."""
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
-
+from tiermem.zero.unit_memory import Passage, Stage, StagedRead, UnitMemory
 
 # ---- the state machine -----------------------------------------------------------------------------------------------
 
@@ -241,11 +52,12 @@ class LiveUnit:
 
         parts on several ranks, or 8-bit blocks    HOME --read--> READING --gather--> GATHERING --land--> PRESENT
         one shard, CPU                             HOME --read--> READING --land--> PRESENT
-        one shard, accelerator                     HOME --read--> READING --copy--> COPYING --land--> PRESENT
         one shard in memory, CPU, widened          HOME --copy--> COPYING --land--> PRESENT
+        one shard on NVMe, accelerator             HOME --read--> READING --land--> PRESENT
+        one shard on HOST, accelerator             HOME --copy--> COPYING --land--> PRESENT
         from any state                             --drop--> HOME
 
-    A shard that rests in memory needs no `read`. `land` calls `copy` for a unit in READING. Ranks may call `read` at different
+    A shard that rests in memory needs no `read`. Ranks may call `read` at different
     times. `gather` is collective: every rank calls it for the same units in the same order, so it waits for the read if need
     be. It copies the shard into the full layout (in the dtype that the maths sees). On a CPU the shard's buffer is free before
     the exchange begins. After an error the caller has to drop the unit. The prefetcher decides which units are fetched.
@@ -253,9 +65,10 @@ class LiveUnit:
     Outside PRESENT a parameter's data is a zero-stride NaN expanded to the true shape: shape and numel stay right, and writes
     raise (absent.py).
 
-    On an accelerator `copy` runs on its own stream, which waits only for the memory that it fills. The stream that computes
-    waits for the copy's event. The unit keeps the event of the last read from host memory until a writer asks (`await_home`). A
-    buffer is given back when the copy out of it has ended.
+    On an accelerator copies and gathers run on a stream of their own, which waits only for the memory that it fills; the stream
+    that computes waits for their end. A helper thread waits for the read of a shard on NVMe and starts the copy (StagedRead).
+    The unit keeps the event of the last read from its place at rest until a writer asks (`await_home`). A buffer is given back
+    with the event of the copy out of it.
 
     Args:
         entry: its shard's name in the store, when the shard rests on NVMe.
@@ -281,9 +94,8 @@ class LiveUnit:
         self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
         self.num_users = 0  # modules in forward, and uses in backward, that need it now
         self._is_kept = False  # present outside the prefetcher's buffers
-        self._stage: Slot | None = None  # holds the shard on its way to a gather or to the accelerator
-        self._coming: Move | _Gathering | None = None  # the transfer of READING or GATHERING
-        self._home_read: torch.Event | None = None  # the accelerator has read the shard in host memory
+        self._stage: Stage | None = None  # holds the shard on its way to a gather or to the accelerator
+        self._coming: Move | StagedRead | _Gathering | None = None  # the transfer of READING or GATHERING
         self._params = [shard.param for shard in unit.shards]
         self._changing = [] if unit.is_resident else self._params  # their class shows whether the unit has users
         self._out: set[int] = set()  # parameters that hold their own copy (access.py)
@@ -320,20 +132,31 @@ class LiveUnit:
         return self._stage is not None
 
     @property
-    def move(self) -> Move | None:
+    def move(self) -> Move | StagedRead | None:
         """The read under way, or None."""
-        return self._coming if isinstance(self._coming, Move) else None
+        return self._coming if isinstance(self._coming, (Move, StagedRead)) else None
 
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def read(self, is_urgent: bool) -> None:
-        """HOME -> READING: starts the read of the shard. The caller ensures that a buffer is free."""
+        """HOME -> READING: starts the read of the shard. The caller ensures that a buffer is free. Does not block."""
         self._check(UnitState.READING, UnitState.HOME)
         assert self.entry is not None
-        into = self._take_stage() if self.is_staged else self.memory.take_slot()
-        first = 0 if self.is_staged or not self.unit.is_widened else self.unit.full_bytes - self.unit.shard_bytes
-        data = into.tensor[first : first + round_up(self.unit.shard_bytes, ALIGNMENT)]
-        self._coming = self._passage.store.read([(self.entry, 0, data)], self.entry, URGENT if is_urgent else NORMAL)
+        num_bytes, passage = round_up(self.unit.shard_bytes, ALIGNMENT), self._passage
+        slot = self._take_stage().slot if self.is_staged else self.memory.take_slot()
+        if passage.copies is None:
+            first = 0 if self.is_staged or not self.unit.is_widened else self.unit.full_bytes - self.unit.shard_bytes
+            priority, ranges = (
+                URGENT if is_urgent else NORMAL,
+                [(self.entry, 0, slot.tensor[first : first + num_bytes])],
+            )
+            self._coming = passage.store.read(ranges, self.entry, priority)
+        else:
+            assert self._stage is not None
+            if self._gather is None:
+                self.memory.allocate()
+            then = self._copy if self._gather is None else _start_nothing
+            self._coming = StagedRead(passage, self.entry, self._stage, num_bytes, is_urgent, then)
         self._become(UnitState.READING)
 
     def use(self) -> None:
@@ -342,7 +165,7 @@ class LiveUnit:
 
     def promote(self) -> None:
         """READING: raises the priority of the read, which is needed at once. Other states: does nothing."""
-        if isinstance(self._coming, Move):
+        if isinstance(self._coming, (Move, StagedRead)):
             self._coming.promote()
 
     def gather(self) -> None:
@@ -350,35 +173,35 @@ class LiveUnit:
         self._check(UnitState.GATHERING, UnitState.HOME, UnitState.READING)
         assert self._gather is not None
         self._await_read()
-        start_ns = time.monotonic_ns()
-        self.memory.allocate_slot()
-        self._gather.put(self.shard if self.shard is not None else self._staged())
-        if self._passage.copies is not None:
-            self._home_read = record(current_stream(self._passage.device))  # the stage is given back in `land`
-        else:
-            self.give_stage_back()
-        self._coming = _Gathering(self._gather.start(), start_ns)
+        start_ns, copies = time.monotonic_ns(), self._passage.copies
+        if self.shard is not None:
+            self._passage.await_written(self.shard)
+        with self._passage.filling():
+            self.memory.allocate_slot()
+            self._gather.put(self.shard if self.shard is not None else self._staged())
+            read = record(copies) if copies is not None else None
+            pending = self._gather.start()
+        if read is not None and self.shard is not None:
+            self.memory.note_home_read(read)
+        self._give_stage_back(read)
+        self._coming = _Gathering(pending, start_ns)
         self._become(UnitState.GATHERING)
 
     def copy(self) -> None:
-        """HOME or READING -> COPYING: waits for the read, starts the copy of the unit to the accelerator. Raises OSError.
+        """HOME -> COPYING: starts the copy of a unit that rests in host memory to the accelerator. Does not block.
 
-        On a CPU it widens a shard that rests in memory.
+        On a CPU it widens a shard that rests in memory, and blocks.
         """
-        self._check(UnitState.COPYING, UnitState.HOME, UnitState.READING)
-        self._await_read()
-        shard, copies = self.shard if self.shard is not None else self._staged(), self._passage.copies
-        assert shard is not None
-        if copies is None:
+        self._check(UnitState.COPYING, UnitState.HOME)
+        if self._passage.copies is None:
+            assert self.shard is not None
             self.memory.allocate_slot()
-            self.memory.full.copy_(shard)
+            self.memory.full.copy_(self.shard)
         else:
-            self.memory.allocate(filled_on=copies)
-            with on(copies):
-                self.memory.travels.copy_(shard, non_blocking=True)
-                widen(self.memory.full, self.memory.travels)
-            self._home_read = record(copies)
-            self.memory.end_filling(self._home_read, copies)
+            self.memory.allocate()
+            copied = self._copy()
+            self.memory.note_home_read(copied)
+            self._end_filling(copied)
         self._become(UnitState.COPYING)
 
     def land(self) -> None:
@@ -387,48 +210,38 @@ class LiveUnit:
         if isinstance(self._coming, _Gathering):
             gathering, self._coming = self._coming, None
             self._await_gather(gathering)
-            widen(self.memory.full, self.memory.travels)
-            if self._passage.copies is not None:
-                stream = current_stream(self._passage.device)
-                self.memory.end_filling(record(stream), stream)
+        elif isinstance(self._coming, StagedRead):
+            self._end_staged()
         elif self.state is UnitState.READING and self._passage.copies is None:
             self._await_read()
             self.memory.allocate_slot()
             widen(self.memory.full, self.memory.travels)
-        elif self.state is UnitState.READING:
-            self.copy()
         self.memory.use()
-        self.give_stage_back()
         self._show()
-
-    def give_stage_back(self) -> None:
-        """Gives the buffer of the shard back, after the accelerator has read it."""
-        if self._stage is not None:
-            self.await_home()
-            assert self._passage.stages is not None
-            self._passage.stages.give_back(self._stage)
-            self._stage = None
 
     def drop(self) -> None:
         """Any state -> HOME. Cancels a read under way; waits for an exchange under way. Raises RankLost."""
         coming, self._coming = self._coming, None
+        read: torch.Event | None = None
         try:
             if isinstance(coming, _Gathering):
                 self._await_gather(coming)
             elif coming is not None:
                 coming.cancel()
+                read = coming.copied if isinstance(coming, StagedRead) else None
         finally:
             before = self.state
             self._become(UnitState.HOME)
             if before is UnitState.PRESENT:
                 self._point()
-            self.give_stage_back()
+            self._give_stage_back(read)
             self.memory.free()
 
     def keep(self, fill: Callable[[UnitMemory], None]) -> None:
         """HOME -> PRESENT: `fill` fills it in torch's own memory. It is not streamed until `end_keeping`."""
         self._check(UnitState.PRESENT, UnitState.HOME)
-        self.memory.allocate()
+        self.memory.allocate(outside=True)
+        self.memory.begin_filling()
         fill(self.memory)
         self._is_kept = True
         self._show()
@@ -442,13 +255,12 @@ class LiveUnit:
     # ---- the place at rest -------------------------------------------------------------------------------------------
 
     def await_home(self) -> None:
-        """Blocks until no copy to the accelerator reads the shard in host memory. Call it before the shard is written."""
-        if self._home_read is not None:
-            self._home_read.synchronize()
-            self._home_read = None
+        """Blocks until the accelerator has read the shard where it rests. Call it before the shard is written."""
+        self.memory.await_home()
 
     def outdate(self) -> None:
         """Notes that the weights are about to change where they rest: a second copy of them is not used again."""
+        self._passage.note_outdated()
         if self._gather is not None:
             self._gather.outdate()
 
@@ -553,27 +365,67 @@ class LiveUnit:
         _point(params, tensors)
 
     def _await_read(self) -> None:
-        if isinstance(self._coming, Move):
-            move, self._coming = self._coming, None
-            move.wait()
+        if isinstance(self._coming, (Move, StagedRead)):
+            read, self._coming = self._coming, None
+            read.wait()
 
     def _await_gather(self, gathering: _Gathering) -> None:
         wait_ns = time.monotonic_ns()
-        self.memory.join()  # this rank's part may have been copied on another stream
-        gathering.pending.wait()
-        self.memory.use()
-        end_ns, name, recorder = time.monotonic_ns(), self.unit.name, self._passage.store.recorder
+        with self._passage.filling():
+            gathering.pending.wait()
+            end_ns = time.monotonic_ns()
+            widen(self.memory.full, self.memory.travels)
+            if self._passage.copies is not None:
+                self._end_filling(record(self._passage.copies))
+        name, recorder = self.unit.name, self._passage.store.recorder
         recorder.add("wait", f"gather {name}", wait_ns, end_ns)
         recorder.add("gather", name, gathering.start_ns, end_ns, self.unit.full_bytes)
 
-    def _take_stage(self) -> Slot:
+    def _copy(self) -> torch.Event:
+        """Starts the copy of the shard to the accelerator; returns its end. Also called on a helper thread."""
+        shard, copies = self.shard if self.shard is not None else self._staged(), self._passage.copies
+        assert copies is not None and shard is not None
+        with on(copies):
+            self.memory.begin_filling()
+            self.memory.travels.copy_(shard, non_blocking=True)
+            widen(self.memory.full, self.memory.travels)
+            return record(copies)
+
+    def _end_staged(self) -> None:
+        """Waits until the helper thread has started the copy out of the stage, and gives the stage back."""
+        assert isinstance(self._coming, StagedRead)
+        reading, self._coming = self._coming, None
+        try:
+            reading.wait()
+            assert reading.copied is not None
+            self._end_filling(reading.copied)
+        finally:
+            self._give_stage_back(reading.copied)
+
+    def _end_filling(self, filled: torch.Event) -> None:
+        assert self._passage.copies is not None
+        self.memory.end_filling(filled, self._passage.copies)
+
+    def _take_stage(self) -> Stage:
         assert self._passage.stages is not None and self._stage is None
         self._stage = self._passage.stages.take()
-        assert self._stage is not None
         return self._stage
 
+    def _give_stage_back(self, read: torch.Event | None) -> None:
+        """Gives the buffer of the shard back, out of which the accelerator copies until `read`."""
+        if self._stage is not None:
+            assert self._passage.stages is not None
+            stage, self._stage = self._stage, None
+            self._passage.stages.give_back(stage, read)
+
     def _staged(self) -> torch.Tensor | None:
-        return None if self._stage is None else self._stage.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
+        return (
+            None if self._stage is None else self._stage.slot.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
+        )
+
+
+def _start_nothing() -> None:
+    """Follows a read whose bytes a gather takes."""
 
 
 def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import Tier
+from tiermem.swap.accelerator import current_stream, record
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
@@ -18,7 +19,8 @@ from tiermem.zero.gather import assemble, gather_unit, spread
 from tiermem.zero.quantised import byte_ranges, pack, unpack
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit, own_numel
-from tiermem.zero.unit_state import LiveUnit, UnitMemory
+from tiermem.zero.unit_memory import UnitMemory
+from tiermem.zero.unit_state import LiveUnit
 
 # ---- values at rest --------------------------------------------------------------------------------------------------
 
@@ -146,6 +148,8 @@ class Values:
         """Fills a present unit's full layout from every rank's shard. Collective; blocks (on a GPU in stream order)."""
         if unit.is_resident:
             spread(self.topology, unit, shard, memory.full, self._spread_numel)
+            if memory.has_streams:
+                memory.note_home_read(record(current_stream(self.device)))
         else:
             gather_unit(self.topology, unit, shard.to(self.device), memory.full)
 

@@ -1,0 +1,93 @@
+"""Is the plan of DEVICE what a model reserves there, with any budget, and are bits the same?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from twins import Tower, seeded
+
+import tiermem
+from accelerator.sharded_programs import Found, Place, plain
+from accelerator.test_parity import differences, on_cpu
+from tiermem import OffloadPolicy, Tier
+from tiermem.zero.plan import Plan
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "host": {"params": Tier.HOST, "optim": Tier.HOST},
+    "nvme": {"params": Tier.NVME, "optim": Tier.NVME},
+    "device": {"params": Tier.DEVICE, "optim": Tier.DEVICE},
+    "states on host": {"params": Tier.DEVICE, "optim": Tier.HOST},
+    "host, gradients on device": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
+    "host, states on device": {"params": Tier.HOST, "optim": Tier.DEVICE},
+}
+
+
+def wide() -> Tower:
+    return seeded(lambda: Tower(width=256, inner=1024, num_blocks=6))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_reserved_is_the_plan(name: str, sim: ModuleType, tmp_path: Path) -> None:
+    """Within one unit's slot: what a forward of two tokens takes, and the rounding of torch's allocator."""
+    policy = OffloadPolicy(paths=[tmp_path], persistence_numel=50, **POLICIES[name])
+    model = wide()
+    with tiermem.shard(model, policy, device="sim") as shards:
+        optim = tiermem.AdamW(model.parameters())
+        with torch.no_grad():
+            for _ in range(2):
+                model(torch.zeros(1, 2, dtype=torch.int64, device="sim"))
+        sim.synchronize()
+        states = sum(tile.state_bytes for tile in optim.tiles_of(shards).tiles if tile.home is Tier.DEVICE)
+        reserved = sim.memory_reserved("sim")
+        plan = shards.plan
+        assert states <= plan.device_bytes
+        slot = max(unit.full_bytes for unit in plan.division.units)
+        assert abs(reserved - plan.device_bytes) <= slot, (reserved, plan.device_bytes, plan.rows)
+
+
+def shard_within(device_bytes: int | None, folder: Path) -> tuple[Plan, Found]:
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[folder], persistence_numel=0, device_bytes=device_bytes
+    )
+    place = Place("sim", policy, folder)
+    model = seeded(Tower)
+    with place.shard(model) as shards:
+        plan = shards.plan
+    return plan, plain(place)
+
+
+@pytest.mark.parametrize("schedule", ["at_once", "late", "random:3"])
+def test_units_that_stay_change_no_bit(schedule: str, sim: ModuleType, tmp_path: Path) -> None:
+    """With room for none, two and all units beside what passes; what stays is not read from the disk again."""
+    sim.set_schedule(schedule)
+    num_streamed, expected = [], on_cpu("plain")
+    least, _ = shard_within(None, tmp_path)
+    for extra in (0, 60_000, 1 << 20):
+        plan, found = shard_within(least.device_bytes + extra, tmp_path)
+        assert plan.device_bytes <= least.device_bytes + extra
+        assert differences(found, expected) == []
+        num_streamed.append(sum(not unit.is_resident for unit in plan.division.units))
+    assert num_streamed[0] > num_streamed[1] > num_streamed[2] == 0
+
+
+def test_a_plan_that_the_card_cannot_hold_is_refused_before_anything_is_allocated(
+    sim: ModuleType, tmp_path: Path
+) -> None:
+    policy = OffloadPolicy(params=Tier.HOST, optim=Tier.DEVICE, persistence_numel=50)
+    with tiermem.shard(seeded(Tower), policy, device="sim") as shards:
+        needed = shards.plan.device_bytes
+    sim.empty_cache()
+    others = torch.empty(4096, dtype=torch.uint8, device="sim")  # another process's
+    before = sim.memory_reserved("sim")
+    sim.set_capacity(before + needed - 1)
+    with pytest.raises(ValueError, match=f"the plan needs {needed} bytes of the accelerator, and {needed - 1} of its"):
+        tiermem.shard(seeded(Tower), policy, device="sim")
+    assert sim.memory_reserved("sim") == before
+    too_much = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, device_bytes=2 * (before + needed))
+    with pytest.raises(ValueError, match="and the accelerator has"):
+        tiermem.shard(seeded(Tower), too_much, device="sim")
+    del others

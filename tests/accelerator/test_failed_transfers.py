@@ -1,0 +1,130 @@
+"""Is what a helper thread meets raised where it matters, with nothing left, and does the model train on?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from twins import Tower, loss_of, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+from tiermem.swap.errors import CorruptionError
+from tiermem.swap.store import TensorStore
+from tiermem.zero.gradient_store import GradientStore
+
+
+def policy(folder: Path, **fields: Any) -> OffloadPolicy:
+    settings: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.HOST, "paths": [folder], "persistence_numel": 50}
+    return OffloadPolicy(**settings | {"unit_buffers": 3} | fields)
+
+
+def helpers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tiermem-")]
+
+
+def trained(model: torch.nn.Module, optim: tiermem.AdamW, steps: Sequence[int]) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step, "sim")
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["late", "random:1"])
+def test_a_flipped_bit_of_a_weight_is_named_before_the_device_sees_it(
+    schedule: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    sim.set_schedule(schedule)
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(tmp_path), device="sim") as shards:
+        trained(model, tiermem.AdamW(model.parameters()), [0])
+        live = next(each for each in shards.units if each.unit.name == "layers.2")
+        assert live.entry is not None
+        shards.prefetcher.empty()
+        [extent] = shards.store._entries[live.entry].nvme_home().extents[:1]
+        with open(shards.store._files.segment_of(extent).file, "r+b") as file:
+            file.seek(extent.offset + 100)
+            byte = file.read(1)
+            file.seek(extent.offset + 100)
+            file.write(bytes([byte[0] ^ 4]))
+        with pytest.raises(CorruptionError, match=r"layers\.2"):
+            loss_of(model, 1, "sim")
+    assert helpers() == [] and sim.registered().num_ranges == 0
+
+
+def test_a_read_that_fails_is_raised_in_forward_and_the_next_one_serves(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = []
+    read, fails = TensorStore.read, [False]
+
+    def failing(store: TensorStore, ranges: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if fails[0] and "layers.1" in name:
+            fails[0] = False
+            raise OSError(5, "Input/output error", name)
+        return read(store, ranges, name, *args, **kwargs)
+
+    monkeypatch.setattr(TensorStore, "read", failing)
+    for is_tried in (False, True):
+        sim.set_schedule("late")
+        model = seeded(Tower)
+        (tmp_path / str(is_tried)).mkdir()
+        with tiermem.shard(model, policy(tmp_path / str(is_tried)), device="sim"):
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            losses = trained(model, optim, [0])
+            fails[0] = is_tried
+            if is_tried:
+                with pytest.raises(OSError, match="Input/output error"):
+                    trained(model, optim, [1])
+            expected.append(losses + trained(model, optim, [1, 2]))
+    assert expected[0] == expected[1]
+
+
+def test_a_gradient_that_cannot_be_stored_ends_the_backward(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the helper thread is backward's own; the gradients of that step are forgotten, and training goes on."""
+    expected = []
+    put, fails = GradientStore.put, [0]
+
+    def failing(store: GradientStore, *args: Any) -> None:
+        fails[0] -= 1
+        if fails[0] == 0:
+            raise OSError(28, "No space left on device")
+        put(store, *args)
+
+    monkeypatch.setattr(GradientStore, "put", failing)
+    for is_tried in (False, True):
+        model = seeded(Tower)
+        (tmp_path / str(is_tried)).mkdir()
+        with tiermem.shard(model, policy(tmp_path / str(is_tried), grads=Tier.NVME), device="sim"):
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            losses = trained(model, optim, [0])
+            if is_tried:
+                fails[0] = 5
+                with pytest.raises(OSError, match="No space left"):
+                    loss_of(model, 1, "sim").backward()
+                optim.zero_grad()
+            expected.append(losses + trained(model, optim, [1, 2]))
+    assert expected[0] == expected[1]
+
+
+def test_closing_with_reads_and_copies_under_way_leaves_nothing(sim: ModuleType, tmp_path: Path) -> None:
+    sim.set_schedule("late")
+    for _ in range(3):
+        model = seeded(Tower)
+        with tiermem.shard(model, policy(tmp_path), device="sim"), torch.no_grad():
+            assert helpers()
+            model.embed(
+                torch.zeros(1, 2, dtype=torch.int64, device="sim")
+            )  # a pass that has begun: units are on their way
+        assert helpers() == [] and sim.registered().num_ranges == 0

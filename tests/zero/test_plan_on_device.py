@@ -1,0 +1,122 @@
+"""Does the plan of an accelerator hold what its budget allows, and refuse what it does not?"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tiermem import OffloadPolicy, Tier
+from tiermem.zero.plan import Plan, check_room, make_plan
+from tiermem.zero.topology import Topology
+from tiermem.zero.unit import divide
+
+GB = 10**9
+NVME: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "paths": ["."]}
+
+
+class Llama(nn.Module):
+    """The sizes of a Llama, without memory."""
+
+    def __init__(self, width: int, inner: int, depth: int, vocabulary: int) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embed = nn.Embedding(vocabulary, width, dtype=torch.bfloat16)
+            shapes = [(width, 4 * width), (width, 2 * inner), (inner, width)]
+            blocks = [
+                nn.Sequential(*(nn.Linear(*each, False, dtype=torch.bfloat16) for each in shapes)) for _ in range(depth)
+            ]
+            self.layers = nn.ModuleList(blocks)
+            self.head = nn.Linear(width, vocabulary, False, dtype=torch.bfloat16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def planned(model: nn.Module, num_shards: int = 1, **fields: Any) -> Plan:
+    policy = OffloadPolicy(**fields)
+    division = divide(model, policy, num_shards)
+    return make_plan(division, policy, Topology(None, 0, num_shards, num_shards, 0), True, num_shards)
+
+
+def streamed(plan: Plan) -> list[str]:
+    return [unit.name for unit in plan.division.units if not unit.is_resident]
+
+
+def test_7b_on_a_card_of_24_gb_keeps_all_weights_there() -> None:
+    """With 64 GB of RAM, states on NVMe: no weight is read from the disk or copied over the link in forward or backward."""
+    plan = planned(Llama(4096, 11008, 32, 32000), device_bytes=16 * GB, host_bytes=64 * GB, **NVME)
+    assert streamed(plan) == []
+    assert 13.4 * GB < plan.device_bytes <= 16 * GB and plan.host_bytes <= 64 * GB
+    assert plan.grads is Tier.HOST
+
+
+def test_units_stay_as_far_as_the_budget_allows_at_even_distances() -> None:
+    model = Llama(64, 128, 16, 512)
+    least = planned(model, persistence_numel=0, **NVME)
+    assert len(streamed(least)) == 18
+    unit_bytes = max(unit.full_bytes for unit in least.division.units if unit.name.startswith("layers"))
+    plan = planned(model, persistence_numel=0, device_bytes=least.device_bytes + 8 * unit_bytes, **NVME)
+    assert plan.device_bytes <= least.device_bytes + 8 * unit_bytes
+    stay = [unit.index for unit in plan.division.units if unit.is_resident and unit.name.startswith("layers")]
+    assert len(stay) >= 7
+    gaps = [after - before for before, after in itertools.pairwise(stay)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_units_on_nvme_stay_before_those_in_memory() -> None:
+    model = Llama(64, 128, 16, 512)
+    fields = NVME | {"host_param_numel": 300_000, "persistence_numel": 0}
+    least = planned(model, **fields)
+    on_host = {index for index, home in least.unit_homes.items() if home is Tier.HOST}
+    assert on_host
+    plan = planned(model, device_bytes=least.device_bytes + 300_000, **fields)
+    stay = {unit.index for unit in plan.division.units if unit.is_resident}
+    assert stay and not stay & on_host
+
+
+def test_staying_takes_room_on_host_too() -> None:
+    """What a step writes of a unit that stays rests on HOST: with less of it, fewer units stay, and the plan still fits."""
+    model = Llama(64, 128, 16, 512)
+    all_of_them = planned(model, persistence_numel=0, device_bytes=GB, tile_numel=4096, resident_bytes=0, **NVME)
+    assert streamed(all_of_them) == []
+    budget = all_of_them.host_bytes - 500_000
+    plan = planned(
+        model, persistence_numel=0, device_bytes=GB, tile_numel=4096, resident_bytes=0, host_bytes=budget, **NVME
+    )
+    assert plan.host_bytes <= budget
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_one_byte_less_than_the_smallest_plan_is_refused_with_the_arithmetic(num_shards: int) -> None:
+    model = Llama(64, 128, 4, 512)
+    smallest = planned(model, num_shards, unit_buffers=2, **NVME)
+    kept = planned(model, num_shards, unit_buffers=2, device_bytes=smallest.device_bytes, **NVME)
+    assert kept.device_bytes == smallest.device_bytes
+    with pytest.raises(ValueError, match="device_bytes") as error:
+        planned(model, num_shards, unit_buffers=2, device_bytes=smallest.device_bytes - 1, **NVME)
+    assert f"the smallest plan needs {smallest.device_bytes} of each rank's accelerator" in str(error.value)
+    parts = re.findall(r"([0-9.]+) MiB", str(error.value))
+    assert sum(map(float, parts)) == pytest.approx(smallest.device_bytes / 2**20, abs=0.05 * len(parts))
+
+
+def test_a_budget_beyond_the_card_and_a_card_without_room_are_refused() -> None:
+    policy = OffloadPolicy(device_bytes=25 * GB, **NVME)
+    plan = planned(Llama(64, 128, 4, 512), **NVME)
+    with pytest.raises(ValueError, match="device_bytes=25000000000, and the accelerator has 24000000000"):
+        check_room(plan, policy, 20 * GB, 24 * GB)
+    policy = dataclasses.replace(policy, device_bytes=None)
+    check_room(plan, policy, plan.device_bytes, 24 * GB)
+    with pytest.raises(ValueError, match=r"are free \(other processes may hold the rest\): .*resident parameters"):
+        check_room(plan, policy, plan.device_bytes - 1, 24 * GB)
+
+
+def test_without_a_budget_nothing_stays_that_is_not_asked_to(tmp_path: Path) -> None:
+    plan = planned(Llama(64, 128, 4, 512), persistence_numel=0, **NVME)
+    assert len(streamed(plan)) == 6

@@ -1,0 +1,146 @@
+"""GradientLink: brings gradients from an accelerator to host memory while backward continues.
+
+    autograd's thread    packs small gradients, starts one copy of them and one of each large gradient, on the link's stream
+    helper thread        waits for the copies, stores the gradients at their home, frees the buffer
+
+The buffers are a ring of pinned memory. Autograd's thread never waits for the accelerator. It waits for a buffer when the
+helper thread is a whole ring behind, which bounds the memory.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tiermem.swap.accelerator import activate, current_stream, new_stream, on, record
+from tiermem.swap.arena import Pool, Slot
+from tiermem.swap.ranges import round_up
+from tiermem.zero.unit import Shard
+
+_PACKED_BYTES = 1 << 20
+"""Gradients of at most this many bytes leave in one copy: a copy alone would take its latency longer than its bytes."""
+_ALIGNMENT = 64  # bytes, of each gradient in a buffer
+
+
+class GradientPart(NamedTuple):
+    """Elements of a parameter's gradient, of this rank's share, flat, from element `start` on."""
+
+    shard: Shard
+    start: int
+    data: torch.Tensor
+
+
+Store = Callable[[Sequence[GradientPart]], None]
+"""Stores parts at their home."""
+
+
+class GradientLink:
+    """Copies gradients of an accelerator to host memory and stores them there, in the order of the calls.
+
+    Args:
+        device: the accelerator.
+        pool: pinned buffers; all of them belong to the link until it is closed. Must outlive the link.
+    """
+
+    def __init__(self, device: torch.device, pool: Pool) -> None:
+        self._device = device
+        self._room_bytes = pool.slot_bytes
+        self._stream = new_stream(device)
+        self._pool = pool
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for _ in range(pool.count):
+            slot = pool.take()
+            assert slot is not None
+            self._free.put(slot)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiermem-gradients")
+        self._under_way: list[concurrent.futures.Future[None]] = [self._thread.submit(activate, device)]
+        self._has_failed = False  # calls after the one that failed are skipped until `join` raises its error
+
+    def send(self, parts: Sequence[GradientPart], store: Store) -> None:
+        """Starts to copy parts to the host. `store` is called with the copies on the helper thread.
+
+        The parts may be released on return: their memory is used until the copies have ended. Blocks while all buffers are
+        in use.
+        """
+        for group in _groups(parts, self._room_bytes):
+            slot = self._free.get()
+            self._stream.wait_stream(current_stream(self._device))
+            with on(self._stream):
+                hosted = self._copy(group, slot)
+                copied = record(self._stream)
+            for part in group:
+                part.data.record_stream(self._stream)
+            self._under_way.append(self._thread.submit(self._take, slot, copied, hosted, store))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Calls a function on the helper thread, after all that was sent before has been stored."""
+        self._under_way.append(self._thread.submit(self._run, function))
+
+    def join(self) -> None:
+        """Blocks until all that was sent has been stored. Raises the first error since the last `join`."""
+        under_way, self._under_way = self._under_way, []
+        concurrent.futures.wait(under_way)
+        self._has_failed = False
+        for each in under_way:
+            each.result()
+
+    def close(self) -> None:
+        """Ends the helper thread. Blocks until it has stored what was sent."""
+        self._thread.shutdown()
+
+    def _copy(self, parts: Sequence[GradientPart], slot: Slot) -> list[GradientPart]:
+        """Starts the copies of parts into a buffer; returns the parts there, in the same order."""
+        small = {i for i, part in enumerate(parts) if part.data.nbytes <= _PACKED_BYTES}
+        order = [*sorted(small), *(i for i in range(len(parts)) if i not in small)]
+        places: dict[int, slice] = {}
+        stop = packed_bytes = 0
+        for i in order:
+            places[i] = slice(stop, stop + parts[i].data.nbytes)
+            stop = round_up(places[i].stop, _ALIGNMENT)
+            packed_bytes = stop if i in small else packed_bytes
+        if packed_bytes:
+            packed = torch.empty(packed_bytes, dtype=torch.uint8, device=self._device)
+            for i in sorted(small):
+                packed[places[i]].view(parts[i].data.dtype).copy_(parts[i].data)
+            slot.tensor[:packed_bytes].copy_(packed, non_blocking=True)
+        hosted = [p._replace(data=slot.tensor[places[i]].view(p.data.dtype)) for i, p in enumerate(parts)]
+        for i in order[len(small) :]:
+            hosted[i].data.copy_(parts[i].data, non_blocking=True)
+        return hosted
+
+    def _take(self, slot: Slot, copied: torch.Event, hosted: Sequence[GradientPart], store: Store) -> None:
+        try:
+            copied.synchronize()
+            self._run(lambda: store(hosted))
+        finally:
+            self._free.put(slot)
+
+    def _run(self, function: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            function()
+        except BaseException:
+            self._has_failed = True
+            raise
+
+
+def _groups(parts: Iterable[GradientPart], room_bytes: int) -> Iterator[list[GradientPart]]:
+    """Divides parts, in their order, into groups that a buffer holds; cuts a part that is larger than a buffer."""
+    group: list[GradientPart] = []
+    filled = 0
+    for part in parts:
+        room_numel = room_bytes // part.data.itemsize
+        for start in range(0, max(part.data.numel(), 1), room_numel):
+            piece = part._replace(start=part.start + start, data=part.data[start : start + room_numel])
+            if group and filled + piece.data.nbytes > room_bytes:
+                yield group
+                group, filled = [], 0
+            group.append(piece)
+            filled = round_up(filled + piece.data.nbytes, _ALIGNMENT)
+    if group:
+        yield group
