@@ -272,7 +272,7 @@ class AdamBenchOptions(Options):
     threads: int | None = option(None, "of everybody's maths [default: the cores]", check=CORES)
     rows: Sequence[str] = option((), "part of the names of rows to measure [default: all]", "--row")
     isa: str | None = option(
-        None, "hold our kernels down to plain, avx2 or avx512 [default: the best]", check=one_of(*ISAS)
+        None, "hold our kernels down to plain, avx2 or avx512 [default: the best]", check=OneOf(*ISAS)
     )
     yardstick: Path | None = option(None, "build/yardsticks/bare_stream, from `make yardsticks`", check=program)
     peer_python: Path | None = option(None, "an interpreter that has DeepSpeed: its CPU Adam", check=program)
