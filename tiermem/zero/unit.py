@@ -332,9 +332,7 @@ class Unit:
     is_resident: bool  # always present: its full layout is never released
     full_numel: int
     shard_numel: int
-    full_dtype: (
-        torch.dtype
-    )  # dtype of the full layout; differs from dtype when parts are cast before the gather, or widened
+    full_dtype: torch.dtype  # of the full layout; another than dtype when parts are cast before the gather, or widened
     is_leaf: bool = False  # the unit of a leaf module
     is_packed: bool = False  # its shard rests as 8-bit blocks (quantised.py), and is sent as such
 
