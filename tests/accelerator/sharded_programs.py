@@ -104,6 +104,10 @@ def in_bf16(place: Place) -> Found:
     return train(place, seeded(Tower).bfloat16(), max_norm=0.5, micros=2)
 
 
+def widened(place: Place) -> Found:
+    return train(place, seeded(Tower).bfloat16(), max_norm=0.5, micros=2, compute_dtype="fp32")
+
+
 def accumulated(place: Place) -> Found:
     return train(place, seeded(Tower), micros=3)
 
@@ -365,6 +369,6 @@ PROGRAMS: dict[str, Program] = {
         plain, clipped, in_bf16, accumulated, checkpointed, checkpointed_reentrantly, tied, frozen, stepped_in_backward,
         clipped_by_torch, autocast, evaluated_between, inference, on_side_streams, two_streams_one_backward, after_exceptions,
         loaded_while_copies_are_pending,
-        saved_and_resumed, state_dicts_moved, called_by_parts, pageable_copies,
+        saved_and_resumed, state_dicts_moved, called_by_parts, pageable_copies, widened,
     )
 }  # fmt: skip

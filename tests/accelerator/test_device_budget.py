@@ -23,6 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "states on host": {"params": Tier.DEVICE, "optim": Tier.HOST},
     "host, gradients on device": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
     "host, states on device": {"params": Tier.HOST, "optim": Tier.DEVICE},
+    "nvme, widened": {"params": Tier.NVME, "optim": Tier.NVME, "compute_dtype": "fp32"},
 }
 
 
@@ -34,7 +35,7 @@ def wide() -> Tower:
 def test_what_is_reserved_is_the_plan(name: str, sim: ModuleType, tmp_path: Path) -> None:
     """Within one unit's slot: what a forward of two tokens takes, and the rounding of torch's allocator."""
     policy = OffloadPolicy(paths=[tmp_path], persistence_numel=50, **POLICIES[name])
-    model = wide()
+    model = wide().to(torch.bfloat16 if policy.compute_dtype == "fp32" else torch.float32)
     with tiermem.shard(model, policy, device="sim") as shards:
         optim = tiermem.AdamW(model.parameters())
         with torch.no_grad():

@@ -293,9 +293,6 @@ class UnitMemory:
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
         self.free()
-        if unit.full_dtype != unit.dtype and unit.is_trainable:
-            for shard in unit.shards:
-                shard.param.grad_dtype = unit.dtype  # autograd accumulates in it, whatever dtype forward saw
 
     @property
     def has_streams(self) -> bool:

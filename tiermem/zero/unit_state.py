@@ -100,6 +100,9 @@ class LiveUnit:
         self._changing = [] if unit.is_resident else self._params  # their class shows whether the unit has users
         self._out: set[int] = set()  # parameters that hold their own copy (access.py)
         self._point()
+        if unit.full_dtype != unit.dtype and unit.is_trainable:
+            for param in self._params:  # not before they have moved to the device, which resets it
+                param.grad_dtype = unit.dtype  # autograd accumulates in it, whatever dtype forward saw
 
     @property
     def is_streamed(self) -> bool:
