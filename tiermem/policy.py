@@ -103,7 +103,8 @@ class OffloadPolicy:
     """Budget of HOST memory per node, divided by the ranks on it. None: what the plan needs."""
     device_bytes: Positive | None = None
     """Budget of each rank's memory on its accelerator, for weights, gradients and states, without activations. Units whose
-    fetch costs most stay there as far as it allows. None: what the plan needs, and no more units stay."""
+    fetch costs most stay there as far as it allows; widened ones (compute_dtype) do not. None: what the plan needs, and no more
+    units stay."""
     disk_bytes: Positive | None = None
     """Most bytes to take on all paths together. None: what the plan needs."""
     tile_numel: Positive | None = None
