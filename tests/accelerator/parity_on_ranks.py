@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, host, by Init": _HOST,
     "stage 3, nvme, by Init": _NVME,
     "stage 3, nvme, stepped in backward": {**_NVME, "step_in_backward": True},
+    "stage 3, nvme, widened": {**_NVME, "compute_dtype": "fp32"},
     "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
     "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce"},
     "MiCS": {**_HOST, "shard_group_size": 2},
@@ -50,7 +51,7 @@ ON_DEVICES_ALONE = ["stage 1", "stage 3, nvme", "stage 3, host, by Init", "qgZ"]
 
 def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[str, Any]:
     with tiermem.zero.Init(policy=policy, enabled=by_init):
-        model = seeded(Tower)
+        model = seeded(Tower).to(torch.bfloat16 if policy.compute_dtype == "fp32" else torch.float32)
     with tiermem.shard(model, policy, device=where) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         losses, norms = [], []
