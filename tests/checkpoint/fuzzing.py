@@ -398,7 +398,7 @@ def _run(name: str, cases: Path, seconds: int, out: Path) -> None:
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         chance = random.Random(seed)
         if chance.random() < 0.3:  # libFuzzer keeps one file of several that are read together
-            data = chance.choice(seeds)
+            data = chance.choice([each for each in seeds if len(each) <= most] or [data])
         made = mutated(data, chance, lambda data: atheris.Mutate(data, most) if data else b"x")
         return made if len(made) <= most else data
 

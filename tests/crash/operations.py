@@ -60,6 +60,7 @@ class World:
         self.most_bytes = 0  # that a folder held
         self.num_dead = 0  # runs since the last tidying
         self.num_copies = 0  # that may be there
+        self.num_late = 0  # tags that the last run, killed after its save, did not live to remove
 
     def train(self) -> None:
         """Trains a few steps on some ranks from `latest`, saves, and ends, or is killed on the way."""
@@ -74,6 +75,7 @@ class World:
         for rank in range(num_ranks):
             self._check_said(self.place / f"said.{rank}")
         self.num_dead += ended.is_killed
+        self.num_late = int(ended.is_killed)
         self.num_copies += copies
         if not ended.is_killed:
             self._check_tags()
@@ -148,7 +150,8 @@ class World:
         runs = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir()}
         assert len(runs) <= self.num_dead + 3, f"{len(runs)} runs after {self.num_dead} deaths: {sorted(runs)}"
         tags = [tag.name for tag in (self.place / "saved").glob("global_step*")]
-        assert len(tags) <= self.num_dead + self.num_copies + 2, f"tags after {self.num_dead} deaths: {sorted(tags)}"
+        most = self.num_dead + self.num_late + self.num_copies + 2
+        assert len(tags) <= most, f"tags after {self.num_dead} deaths: {sorted(tags)}"
         for folder in [*(self.place / "nvme").iterdir(), *(self.place / "saved" / tag for tag in tags)]:
             held = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
             assert held <= _MOST_RUN_BYTES, f"{folder.name} holds {held} bytes"
