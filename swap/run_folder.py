@@ -419,7 +419,7 @@ def report_dead_runs(path: Path) -> None:
 
 def run_folders(path: Path) -> list[Path]:
     """Returns the folders of runs on a path, sorted."""
-    return sorted(folder for folder in path.glob(f"{FOLDER_PREFIX}*") if RunName.of(folder) is not None)
+    return sorted(each for each in path.glob(f"{FOLDER_PREFIX}*") if RunName.of(each) is not None and each.is_dir())
 
 
 def is_made(name: str) -> bool:
