@@ -60,7 +60,7 @@ class World:
         self.most_bytes = 0  # that a folder held
         self.num_dead = 0  # runs since the last tidying
         self.num_copies = 0  # that may be there
-        self.num_late = 0  # tags that the last run, killed after its save, did not live to remove
+        self.num_late = 0  # runs killed since one ended: each may have saved and not lived to remove an older one
 
     def train(self) -> None:
         """Trains a few steps on some ranks from `latest`, saves, and ends, or is killed on the way."""
@@ -75,7 +75,7 @@ class World:
         for rank in range(num_ranks):
             self._check_said(self.place / f"said.{rank}")
         self.num_dead += ended.is_killed
-        self.num_late = int(ended.is_killed)
+        self.num_late = self.num_late + 1 if ended.is_killed else 0
         self.num_copies += copies
         if not ended.is_killed:
             self._check_tags()
@@ -148,7 +148,8 @@ class World:
         odd = [name for name in _listing(self.place) if not _KNOWN.fullmatch(name)]
         assert not odd, f"unknown files: {odd}"
         runs = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir()}
-        assert len(runs) <= self.num_dead + 3, f"{len(runs)} runs after {self.num_dead} deaths: {sorted(runs)}"
+        most = self.num_dead + self.num_late + 3
+        assert len(runs) <= most, f"{len(runs)} runs after {self.num_dead} deaths: {sorted(runs)}"
         tags = [tag.name for tag in (self.place / "saved").glob("global_step*")]
         most = self.num_dead + self.num_late + self.num_copies + 2
         assert len(tags) <= most, f"tags after {self.num_dead} deaths: {sorted(tags)}"
