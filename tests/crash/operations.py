@@ -60,7 +60,7 @@ class World:
         self.most_bytes = 0  # that a folder held
         self.num_dead = 0  # runs since the last tidying
         self.num_copies = 0  # that may be there
-        self.num_late = 0  # runs killed since one ended: each may have saved and not lived to remove an older one
+        self.num_late = 0  # runs killed since one saved in its store and ended: each may have left an older one
 
     def train(self) -> None:
         """Trains a few steps on some ranks from `latest`, saves, and ends, or is killed on the way."""
@@ -75,7 +75,7 @@ class World:
         for rank in range(num_ranks):
             self._check_said(self.place / f"said.{rank}")
         self.num_dead += ended.is_killed
-        self.num_late = self.num_late + 1 if ended.is_killed else 0
+        self.num_late = self.num_late + 1 if ended.is_killed else self.num_late * copies
         self.num_copies += copies
         if not ended.is_killed:
             self._check_tags()
