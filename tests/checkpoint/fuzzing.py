@@ -77,9 +77,7 @@ def mutated(case: bytes, chance: random.Random, scramble: Callable[[bytes], byte
     elif name.endswith(b".json"):
         ways += [lambda: json.dumps(replaced(json.loads(data), chance), default=str).encode()] * 4
     elif name.endswith(b".metadata"):
-        load: Callable[[bytes], Any] = vars(pickle)[
-            "_loads"
-        ]  # the one in Python: a number in the file is no list's length
+        load: Callable[[bytes], Any] = vars(pickle)["_loads"]  # in Python: a number in the file is no list's length
         ways += [lambda: pickle.dumps(replaced(load(data), chance, _OBJECTS))] * 6
         ways += [lambda: with_program(data, chance, CANARY), lambda: scramble(data[:-1]) + b"."]
     elif name.endswith((b".pt", b".bin")):

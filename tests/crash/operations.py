@@ -44,9 +44,7 @@ _KNOWN = re.compile(
     r"|nvme/tiermem-[0-9a-f]+(\.\d+)?(/(segment\.bin|lock(\.new)?|(data|manifest|part)-\d+(-\d+)?\.(bin|json)(\.new)?))?"
     r"|saved/latest(\.new)?|saved/global_step\d+(/(tiermem|(manifest|part|data)-[0-9a-f]+-\d+(-\d+)?)\.(json|bin)(\.new)?)?)"
 )
-_MOST_RUN_BYTES = (
-    3 << 19
-)  # of a run's folders: three slots and a copy of states of a fifth of a megabyte, in whole blocks
+_MOST_RUN_BYTES = 3 << 19  # three slots and a copy of states of a fifth of a megabyte, in whole blocks
 _MOST_COPIES = 3
 
 
