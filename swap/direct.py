@@ -61,12 +61,13 @@ def open_unnamed(folder: Path) -> tuple[int, str]:
         name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     with contextlib.ExitStack() as undo:
-        with contextlib.ExitStack() as ending:
+        try:
+            with closing(fd):
+                found = open_direct(name or Path(f"/proc/self/fd/{fd}"), os.O_RDWR)
+                undo.callback(os.close, found[0])
+        finally:
             if name is not None:
-                ending.callback(name.unlink)
-            ending.callback(os.close, fd)
-            found = open_direct(name or Path(f"/proc/self/fd/{fd}"), os.O_RDWR)
-            undo.callback(os.close, found[0])
+                name.unlink()
         undo.pop_all()
     return found
 
@@ -83,9 +84,8 @@ def preallocate(fd: int, start: int, num_bytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS):
             raise
-        with opened(
-            Path(f"/proc/self/fd/{fd}"), os.O_RDWR
-        ) as buffered:  # the same file, also when it has no name any more
+        same = Path(f"/proc/self/fd/{fd}")  # also when the file has no name any more
+        with opened(same, os.O_RDWR) as buffered:
             if error.errno == errno.ENOSYS:
                 _write_again(buffered, start, num_bytes)
             else:

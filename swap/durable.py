@@ -131,21 +131,21 @@ def read_file(path: Path, most_bytes: int, follows: bool = False) -> bytes:
 def write_file(path: Path, data: bytes) -> None:
     """Makes or replaces a small file; whole and on the disk on return. Blocks. Raises OSError that names the path.
 
-    After an error `path` is as it was, unless the error is that of the folder's sync.
+    After an error `path` is as it was, unless the error is that of the folder's sync: the folder is opened before the rename.
     """
     new = path.with_name(path.name + NEW_SUFFIX)
-    try:
-        with opened(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-            write_all(fd, data, new)
-            sync(fd, new)
-        rename(new, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        if isinstance(error, OSError):
-            raise naming(error, path) from None
-        raise
-    sync_folder(path.parent)
+    with _synced_after(path.parent):
+        try:
+            with opened(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+                write_all(fd, data, new)
+                sync(fd, new)
+            rename(new, path)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            if isinstance(error, OSError):
+                raise naming(error, path) from None
+            raise
 
 
 def write_all(fd: int, data: bytes, name: Path) -> None:
@@ -167,8 +167,8 @@ def sync(fd: int, name: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Blocks until the names in a folder are on the disk. Raises OSError that names it."""
-    with named(folder), opened(folder) as fd, step("sync", folder):
-        _fsync_folder(fd)
+    with _synced_after(folder):
+        pass
 
 
 @contextlib.contextmanager
@@ -227,12 +227,22 @@ def _announce(when: Literal["before", "after"], kind: Kind, name: str | os.PathL
         observer(Step(when, kind, os.fspath(name)))
 
 
-def _fsync_folder(fd: int) -> None:
+@contextlib.contextmanager
+def _synced_after(folder: Path) -> Iterator[None]:
+    """Syncs a folder, opened before the block, after it. An error of its closing is not raised: nothing was written."""
+    with named(folder):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems keep no folders to sync
-            raise
+        yield
+        with named(folder), step("sync", folder):
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems keep no folders to sync
+                    raise
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def naming(error: OSError, name: Path) -> OSError:

@@ -121,9 +121,7 @@ class Segment:
             )
         self.check_whole()
         if not leads_to(self.file, self.fd):
-            what = (
-                "this file was removed or replaced while the run uses it, so that its states could not be found again"
-            )
+            what = "this file was removed or replaced while the run uses it: its states could not be found again"
             raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
         try:
             durable.sync(self.fd, self.file)

@@ -174,7 +174,8 @@ def _take_over(folder: Path) -> tuple[int, int]:
     while True:
         owner = None  # of an empty file: there was none, or its run was killed before it wrote it
         with contextlib.ExitStack() as undo:
-            with _opened_lock(folder) as old:
+            with durable.closing(durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)) as old:
+                _hold(old, folder)
                 if not leads_to(folder / LOCK, old):  # another process took it over and has ended since: try again
                     continue
                 if os.fstat(old).st_size:
@@ -191,14 +192,6 @@ def _take_over(folder: Path) -> tuple[int, int]:
         if owner is not None:
             logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, owner)
         return fd, folder_fd
-
-
-@contextlib.contextmanager
-def _opened_lock(folder: Path) -> Iterator[int]:
-    """The descriptor of a folder's lock file, whose lock this process holds. Raises OSError: EBUSY when the run lives."""
-    with durable.closing(durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)) as fd:
-        _hold(fd, folder)
-        yield fd
 
 
 def _hold(fd: int, folder: Path) -> None:
@@ -419,7 +412,7 @@ def report_dead_runs(path: Path) -> None:
 
 def run_folders(path: Path) -> list[Path]:
     """Returns the folders of runs on a path, sorted."""
-    return sorted(folder for folder in path.glob(f"{FOLDER_PREFIX}*") if RunName.of(folder) is not None)
+    return sorted(each for each in path.glob(f"{FOLDER_PREFIX}*") if RunName.of(each) is not None and each.is_dir())
 
 
 def is_made(name: str) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from test_floors import ROOT, Module, read_modules
 
 # These numbers may only be lowered. Whoever makes the code lighter lowers them in the same commit; nobody raises them.
-MOST = {"files": 162, "lines": 28175, "file": 396}
+MOST = {"files": 162, "lines": 28138, "file": 396}
 
 
 def code_lines(tree: ast.Module, source: str) -> int:

@@ -148,9 +148,8 @@ class Precision:
 
     def key(self, name: str) -> int:
         """What stochastic rounding of a parameter is keyed by: seed and full name, mixed into 64 bits."""
-        digest = hashlib.blake2b(
-            name.encode(errors="surrogatepass"), digest_size=8, key=self.seed.to_bytes(8, "little")
-        )
+        text, seed = name.encode(errors="surrogatepass"), self.seed.to_bytes(8, "little")
+        digest = hashlib.blake2b(text, digest_size=8, key=seed)
         return int.from_bytes(digest.digest(), "little")
 
     @property

@@ -238,12 +238,9 @@ def _print_tensors(rows: Sequence[Figures], manifest: Manifest, place: str, cons
         sizes = (f"{row['num_bytes']:,}", str(row["num_steps"]), " ".join(roots[f] for f in row["files"]))
         lines.append((mode, shape, row["dtype"], states, *sizes, name))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    form = (
-        "  ".join(f"{{:{'>' if place in (4, 5) else ''}{width}}}" for place, width in enumerate(widths[:-1])) + "  {}"
-    )
-    console.out(
-        "\n".join(form.format(*cells) for cells in lines), highlight=False
-    )  # rich tables take a minute for 100,000
+    cells = [f"{{:{'>' if place in (4, 5) else ''}{width}}}" for place, width in enumerate(widths[:-1])]
+    form = "  ".join([*cells, "{}"])
+    console.out("\n".join(form.format(*line) for line in lines), highlight=False)  # rich's table: a minute for 100,000
     for file, mark in roots.items():
         console.print(f"{mark} {file}", style="dim")
     found = totals(rows)

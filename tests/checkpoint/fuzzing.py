@@ -77,7 +77,8 @@ def mutated(case: bytes, chance: random.Random, scramble: Callable[[bytes], byte
     elif name.endswith(b".json"):
         ways += [lambda: json.dumps(replaced(json.loads(data), chance), default=str).encode()] * 4
     elif name.endswith(b".metadata"):
-        ways += [lambda: pickle.dumps(replaced(pickle.loads(data), chance, _OBJECTS))] * 6
+        load: Callable[[bytes], Any] = vars(pickle)["_loads"]  # in Python: a number in the file is no list's length
+        ways += [lambda: pickle.dumps(replaced(load(data), chance, _OBJECTS))] * 6
         ways += [lambda: with_program(data, chance, CANARY), lambda: scramble(data[:-1]) + b"."]
     elif name.endswith((b".pt", b".bin")):
         ways += [lambda: _with_pickle(data, lambda inner: with_program(inner, chance, CANARY))] * 2
@@ -398,7 +399,7 @@ def _run(name: str, cases: Path, seconds: int, out: Path) -> None:
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         chance = random.Random(seed)
         if chance.random() < 0.3:  # libFuzzer keeps one file of several that are read together
-            data = chance.choice(seeds)
+            data = chance.choice([each for each in seeds if len(each) <= most] or [data])
         made = mutated(data, chance, lambda data: atheris.Mutate(data, most) if data else b"x")
         return made if len(made) <= most else data
 

@@ -44,9 +44,7 @@ _KNOWN = re.compile(
     r"|nvme/tiermem-[0-9a-f]+(\.\d+)?(/(segment\.bin|lock(\.new)?|(data|manifest|part)-\d+(-\d+)?\.(bin|json)(\.new)?))?"
     r"|saved/latest(\.new)?|saved/global_step\d+(/(tiermem|(manifest|part|data)-[0-9a-f]+-\d+(-\d+)?)\.(json|bin)(\.new)?)?)"
 )
-_MOST_RUN_BYTES = (
-    3 << 19
-)  # of a run's folders: three slots and a copy of states of a fifth of a megabyte, in whole blocks
+_MOST_RUN_BYTES = 3 << 19  # three slots and a copy of states of a fifth of a megabyte, in whole blocks
 _MOST_COPIES = 3
 
 
@@ -60,6 +58,7 @@ class World:
         self.most_bytes = 0  # that a folder held
         self.num_dead = 0  # runs since the last tidying
         self.num_copies = 0  # that may be there
+        self.num_late = 0  # runs killed since one saved in its store and ended: each may have left an older one
 
     def train(self) -> None:
         """Trains a few steps on some ranks from `latest`, saves, and ends, or is killed on the way."""
@@ -74,6 +73,7 @@ class World:
         for rank in range(num_ranks):
             self._check_said(self.place / f"said.{rank}")
         self.num_dead += ended.is_killed
+        self.num_late = self.num_late + 1 if ended.is_killed else self.num_late * copies
         self.num_copies += copies
         if not ended.is_killed:
             self._check_tags()
@@ -146,9 +146,11 @@ class World:
         odd = [name for name in _listing(self.place) if not _KNOWN.fullmatch(name)]
         assert not odd, f"unknown files: {odd}"
         runs = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir()}
-        assert len(runs) <= self.num_dead + 3, f"{len(runs)} runs after {self.num_dead} deaths: {sorted(runs)}"
+        most = self.num_dead + self.num_late + 3
+        assert len(runs) <= most, f"{len(runs)} runs after {self.num_dead} deaths: {sorted(runs)}"
         tags = [tag.name for tag in (self.place / "saved").glob("global_step*")]
-        assert len(tags) <= self.num_dead + self.num_copies + 2, f"tags after {self.num_dead} deaths: {sorted(tags)}"
+        most = self.num_dead + self.num_late + self.num_copies + 2
+        assert len(tags) <= most, f"tags after {self.num_dead} deaths: {sorted(tags)}"
         for folder in [*(self.place / "nvme").iterdir(), *(self.place / "saved" / tag for tag in tags)]:
             held = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
             assert held <= _MOST_RUN_BYTES, f"{folder.name} holds {held} bytes"

@@ -76,4 +76,4 @@ def test_no_failing_call_loses_anything(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_no_power_failure_loses_anything(tmp_path: Path) -> None:
     found = totals_of("write_log.py", tmp_path)
-    assert found["cases"] == found["of"] > 1000
+    assert found["cases"] == found["of"] > 700

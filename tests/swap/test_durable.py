@@ -71,6 +71,25 @@ def test_error_names_the_file_and_leaves_the_old_one(tmp_path: Path, kind: str) 
     assert [file.name for file in tmp_path.iterdir()] == ["m.json"]
 
 
+@pytest.mark.parametrize("call", ["open", "close"])
+def test_no_descriptor_is_needed_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    path, close = tmp_path / "m.json", os.close
+
+    def break_it(step: Step) -> None:
+        if (step.when, step.kind) == ("after", "rename"):
+            monkeypatch.setattr(os, call, broken)
+
+    def broken(fd: object, *_: object) -> int:
+        if call == "close":
+            close(fd)  # as Linux does, whatever it answers
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with durable.watch(break_it):
+        durable.write_file(path, b"new")
+    monkeypatch.undo()
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("m.json", b"new")]
+
+
 def test_what_a_killed_writer_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "m.json.new").write_bytes(b"half of something longer")
     durable.write_file(tmp_path / "m.json", b"new")

@@ -326,6 +326,12 @@ def test_a_folder_that_leads_to_itself_is_no_step(tmp_path: Path, capsys: pytest
         look(tmp_path / "round", capsys)
 
 
+def test_a_file_with_a_run_s_name_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiermem-6c11e906ebea").touch()
+    os.mkfifo(tmp_path / "tiermem-6c11e906ebeb")
+    assert look(tmp_path, capsys) == (0, f"{tmp_path}: no run and no durable step\n")
+
+
 def test_what_the_machine_lacks_is_no_damage(
     left: Left, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

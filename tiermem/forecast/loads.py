@@ -99,9 +99,7 @@ def tile_loads(
     units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, shard_rank: int, most_tiles: int = MOST_TILES
 ) -> list[TileLoad]:
     """Returns the loads of a step in the order of its tiles. Above `most_tiles`, neighbours in one unit are merged."""
-    cut: dict[
-        Hashable, list[tuple[int, int]]
-    ] = {}  # one entry for all units of equal layout, as a Transformer's blocks
+    cut: dict[Hashable, list[tuple[int, int]]] = {}  # for all units of equal layout, as a Transformer's blocks
     pieces: list[tuple[Unit, int, int]] = []
     for unit in units:
         if unit.is_trainable:

@@ -88,23 +88,8 @@ _ASKS = {
 }  # fmt: skip
 _NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__iter__"}
 _SETS = {"grad", "requires_grad", "_backward_hooks", "names", "_post_accumulate_grad_hooks", "_grad", "grad_dtype"}
-_LIKE = {
-    "to",
-    "type_as",
-    "view_as",
-    "expand_as",
-    "reshape_as",
-}  # of a parameter behind the first argument they need the shape
-_CASTS = {
-    "to",
-    "type",
-    "float",
-    "half",
-    "bfloat16",
-    "double",
-    "cpu",
-    "cuda",
-}  # return the same object when nothing changes
+_LIKE = {"to", "type_as", "view_as", "expand_as", "reshape_as"}  # of a parameter that is not first they need the shape
+_CASTS = {"to", "type", "float", "half", "bfloat16", "double", "cpu", "cuda"}  # the same object when nothing changes
 _ADDRESSES = {"data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"}
 _OF_LEAVES = {"requires_grad_", "retain_grad", "register_hook"}
 
@@ -272,10 +257,8 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     params: list[nn.Parameter] = [p for p in _under([*args, *kwargs.values()]) if type(p) is RestingParameter]
     if not params:
         return _call_lent(func, (), *args, **kwargs)
-    if (
-        name in ("copy_", "data") and len(args) > 1 and args[1] is first
-    ):  # load_state_dict, after our hook has loaded; to()
-        return first if name == "copy_" else None
+    if name in ("copy_", "data") and len(args) > 1 and args[1] is first:
+        return first if name == "copy_" else None  # load_state_dict, after our hook has loaded; to()
     for param in _under(args[:1] if replaces_data(func) else writes_in_place(func, args, kwargs)):
         if type(param) is RestingParameter:
             _refuse_write("setting data" if replaces_data(func) else func.__name__, param)
@@ -289,12 +272,10 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if cast is probe or not isinstance(cast, torch.Tensor):
                 return first if cast is probe else cast
         if name in _ADDRESSES:
-            refuse(
-                params[0],
-                name
-                + " asks for the memory of {}, and it has none. Use tiermem.zero.GatheredParameters(parameter), or "
-                "register_external_parameter for a kernel in forward",
+            instead = (
+                "tiermem.zero.GatheredParameters(parameter), or register_external_parameter for a kernel in forward"
             )
+            refuse(params[0], f"{name} asks for the memory of {{}}, and it has none. Use {instead}")
         if name in ("data", "detach"):  # needs no values yet: state_dict() detaches every parameter
             return RestingView(first.detach(), params, functools.partial(_call_lent, func, params, *args, **kwargs))
     mine = [param for param in params if registry.owner_of(param) is owner]

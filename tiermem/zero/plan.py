@@ -424,9 +424,8 @@ class _Planner:
             sheet.add(_STATES, home, states, f"rest on {home.name}")
             return 0
         resident = min(resident_bytes // _PAGE * _PAGE, states)
-        whole = (
-            resident if resident == states else max(0, resident - max(tiles, default=(0, 0))[0])
-        )  # tiles are not divided, so up to one tile less is resident
+        # Tiles are not divided, so up to one tile less is resident.
+        whole = resident if resident == states else max(0, resident - max(tiles, default=(0, 0))[0])
         sheet.add(_STATES, Tier.NVME, states - whole, "rest on NVME")
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
         return resident

@@ -114,9 +114,8 @@ def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     blocks = [Block(sizes.width) for _ in range(sizes.blocks)]
     model = Tower([*blocks, nn.Linear(sizes.width, _NUM_CLASSES)]).bfloat16()
-    policy = OffloadPolicy(
-        params=params, optim=optim, paths=paths, persistence_numel=8 * sizes.width
-    )  # matrices come and go
+    matrices_come_and_go = 8 * sizes.width
+    policy = OffloadPolicy(params=params, optim=optim, paths=paths, persistence_numel=matrices_come_and_go)
     num_params = sum(param.numel() for param in model.parameters())
     losses: list[float] = []
     seconds: list[dict[str, float]] = []

@@ -347,7 +347,6 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
             if wants.states:
                 num_steps, has_moments = source.parameters[name].num_steps, shard in filling.has_moments
             keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
-            is_wider = (
-                source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"
-            )  # than the weight in this model
+            # "Wider" than the weight in this model.
+            is_wider = source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"
             shard.set_steps(num_steps, has_moments, wants.masters and keeps_master and is_wider)

@@ -189,18 +189,8 @@ def pointer_to(
     if latest is not None and latest.series:
         series, number = latest.series, latest.number
     where = written(path.parent, pointer_path(save_dir, tag).parent)
-    return Pointer(
-        manifest.run_id,
-        manifest.commit,
-        where,
-        path.name,
-        len(data),
-        crc32c(data),
-        tag,
-        manifest.step,
-        series,
-        number + 1,
-    )
+    file = where, path.name, len(data), crc32c(data)
+    return Pointer(manifest.run_id, manifest.commit, *file, tag, manifest.step, series, number + 1)
 
 
 def write_latest(path: Path, save_dir: Path, tag: str) -> None:
