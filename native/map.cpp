@@ -42,6 +42,46 @@ int tm_map_open(uint64_t bytes, void **base) {
     return 0;
 }
 
+// Writes `bytes` of NaN, a multiple of 4096, into an empty file.
+static int write_nan(int fd, uint64_t bytes) {
+    uint16_t words[2048];
+    for (uint16_t &word : words)
+        word = 0x7fff;
+    while (bytes > 0) {
+        const ssize_t written = write(fd, words, sizeof(words));
+        if (written < 0 && errno != EINTR)
+            return errno;
+        bytes -= written < 0 ? 0 : (uint64_t)written;
+    }
+    return 0;
+}
+
+int tm_map_nan(uint64_t bytes, void **base) {
+    const uint64_t most_maps = 4096; // of 65,530 that Linux allows a process
+    const int answer = tm_map_open(bytes, base);
+    if (answer != 0)
+        return answer;
+    const uint64_t size = round_up(bytes);
+    uint64_t block = 256 << 10;
+    while (size > most_maps * block)
+        block *= 2;
+    const int fd = memfd_create("tiermem-nan", MFD_CLOEXEC);
+    int error = fd < 0 ? errno : write_nan(fd, block);
+    for (uint64_t done = 0; done < size && error == 0; done += block) {
+        const uint64_t length = size - done < block ? size - done : block;
+        const int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+        if (mmap((char *)*base + done, length, PROT_READ | PROT_WRITE, flags, fd, 0) == MAP_FAILED)
+            error = errno;
+    }
+    if (fd >= 0)
+        close(fd);
+    if (error != 0) {
+        munmap(*base, size);
+        *base = nullptr;
+    }
+    return -error;
+}
+
 static bool is_page_range(const void *address, uint64_t bytes) {
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     return address && (uint64_t)address % page == 0 && bytes % page == 0;

@@ -5,7 +5,7 @@
  * Nothing prints, exits, aborts or calls back. Every int returned is >= 0 or -errno.
  *
  *   system   tm_file_alignment · tm_heap_trim
- *   map      tm_map_open · tm_map_bind · tm_map_commit · tm_map_release · tm_map_close
+ *   map      tm_map_open · tm_map_nan · tm_map_bind · tm_map_commit · tm_map_release · tm_map_close
  *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _latencies · _close
  *   workers  tm_workers_open · _pin · _close            threads that the kernels share
  *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_gradient_store · tm_isa_choose
@@ -44,7 +44,12 @@ int tm_map_commit(void *address, uint64_t bytes);
  * a region registered with an open queue: the queue would go on with the pages that were given back. */
 int tm_map_release(void *address, uint64_t bytes);
 
-/* Unmaps what tm_map_open gave; no queue may still use it. `bytes` is what tm_map_open was asked. */
+/* Maps `bytes`, rounded and aligned as tm_map_open does, in which every 16-bit word is 0x7fff: NaN in each format of
+ * floating-point numbers. All of them share a few pages; a page that is written becomes the process's own. A forked
+ * child inherits them. */
+int tm_map_nan(uint64_t bytes, void **base);
+
+/* Unmaps what tm_map_open or tm_map_nan gave; no queue may still use it. `bytes` is what was asked. */
 int tm_map_close(void *base, uint64_t bytes);
 
 /* ---- system ------------------------------------------------------------------------------- */

@@ -192,11 +192,15 @@ def check_process(owner: int, what: str) -> None:
 
 
 class Map:
-    """Address space, with huge pages if the system has them; only committed ranges are resident. A fork does not inherit it."""
+    """Address space, with huge pages if the system has them; only committed ranges are resident. A fork does not inherit it.
 
-    def __init__(self, num_bytes: int) -> None:
-        base = ffi.new("void **")
-        check(lib.tm_map_open(num_bytes, base), f"reserving {num_bytes} bytes of address space")
+    is_nan: it holds NaN in each format of floating-point numbers instead, takes no memory until it is written, and a fork
+    inherits it.
+    """
+
+    def __init__(self, num_bytes: int, is_nan: bool = False) -> None:
+        base, open_map = ffi.new("void **"), lib.tm_map_nan if is_nan else lib.tm_map_open
+        check(open_map(num_bytes, base), f"reserving {num_bytes} bytes of address space")
         self._base = ffi.gc(base[0], functools.partial(_unmap, num_bytes=num_bytes, owner=os.getpid()), num_bytes)
         self.num_bytes = num_bytes
         self.address = int(ffi.cast("uintptr_t", self._base))

@@ -86,10 +86,30 @@ static void a_forked_child_does_not_inherit_it() {
     CHECK_EQUAL(status, 0);
 }
 
+static void words_of_nan_take_no_memory_until_they_are_written() {
+    const uint64_t bytes = 3 * MIB, mapped = 4 * MIB; // of whole huge pages
+    void *base = nullptr;
+    CHECK_EQUAL(tm_map_nan(bytes, &base), 0);
+    CHECK_EQUAL((uint64_t)base % (2 * MIB), 0);
+    uint16_t *words = (uint16_t *)base;
+    for (uint64_t index = 0; index < mapped / 2; index++)
+        CHECK_EQUAL(words[index], 0x7fff);
+    words[77777] = 1; // this process's own page
+    CHECK_EQUAL(words[77777], 1);
+    uint64_t ones = 0;
+    for (uint64_t index = 0; index < mapped / 2; index++)
+        ones += words[index] != 0x7fff;
+    CHECK_EQUAL(ones, 1);
+    CHECK_EQUAL(tm_map_close(base, bytes), 0);
+    CHECK_EQUAL(tm_map_nan(0, &base), -EINVAL);
+    CHECK_EQUAL(tm_map_nan(MIB, nullptr), -EINVAL);
+}
+
 int main() {
     RUN(memory_is_aligned_and_absent_until_committed);
     RUN(pages_prefer_the_node_that_they_are_bound_to);
     RUN(commit_keeps_content_and_release_loses_it);
     RUN(bad_arguments_are_refused);
     RUN(a_forked_child_does_not_inherit_it);
+    RUN(words_of_nan_take_no_memory_until_they_are_written);
 }

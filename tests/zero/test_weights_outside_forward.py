@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -197,3 +198,35 @@ def test_graph_that_outlives_the_shards_raises(home: Tier, model: nn.Module, tmp
     shards.close()
     with pytest.raises(RuntimeError, match="closed"):
         loss.backward()
+
+
+@pytest.mark.parametrize("compute_dtype", ["storage", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_views_that_a_hook_has_kept_read_nan_after_their_unit(
+    home: Tier, dtype: torch.dtype, compute_dtype: Literal["storage", "fp32"], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(65, 65) for _ in range(5))).to(dtype), torch.ones(3, 65, dtype=dtype)
+    with torch.no_grad():
+        due = model(x)
+    kept: list[torch.Tensor] = []
+    policy = OffloadPolicy(
+        params=home, paths=[tmp_path], persistence_numel=0, compute_dtype=compute_dtype, unit_buffers=2
+    )
+    with torch.no_grad(), tiermem.shard(model, policy) as shards:
+        for module in model:
+            module.register_forward_pre_hook(lambda module, _: kept.append(module.weight.view(-1)[1:]))
+        first = model(x)
+        assert torch.equal(first, due) or compute_dtype == "fp32"
+        shards.prefetcher.empty()
+        is_streamed = shards.find(model[0].weight)[0].is_streamed
+        assert all(bool(view.isnan().all()) == is_streamed for view in kept)
+        for view in kept if is_streamed else ():
+            view.zero_()  # in nobody's memory
+        assert torch.equal(model(x), first)
+        shards.prefetcher.empty()
+        with GatheredParameters(list(model.parameters())):
+            assert not any(param.isnan().any() for param in model.parameters())
+    assert [view.numel() for view in kept] == [65 * 65 - 1] * 10
+    assert all(view.isnan().all() or not view.any() for view in kept if is_streamed)

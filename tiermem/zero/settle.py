@@ -85,7 +85,9 @@ def settle(
 
     `TensorStore.settle` registers the memory taken here. Returns the units and what they share, which `release` ends.
     """
-    passage = Passage(values.store, values.device, pools.units, pools.shards, plan.units)
+    units = list(units)
+    nan_bytes = max((unit.full_bytes for unit in units if not unit.is_resident), default=0)
+    passage = Passage(values.store, values.device, pools.units, pools.shards, plan.units, nan_bytes)
     settler = _Settler(plan, policy, values, pools, passage)
     return [settler.send_home(unit) for unit in units], passage
 

@@ -13,7 +13,7 @@ import torch
 from tiermem.swap.accelerator import activate, current_stream, is_accelerator, new_stream, on, record
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
-from tiermem.swap.native import NORMAL, URGENT
+from tiermem.swap.native import NORMAL, URGENT, Map
 from tiermem.swap.store import TensorStore
 from tiermem.zero.absent import absent_part
 from tiermem.zero.compute import narrow_part
@@ -96,6 +96,7 @@ class Passage:
         slots: buffers for full layouts (CPU); None: torch's allocator.
         stages: buffers for shards on their way to a gather or to the accelerator.
         on_device: the plan's buffers for full layouts; used on an accelerator.
+        nan_bytes: of the largest full layout whose memory comes and goes.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Passage:
         slots: Pool | None,
         stages: Pool | None,
         on_device: Buffers,
+        nan_bytes: int,
     ) -> None:
         is_accelerated = is_accelerator(device)
         self.store = store
@@ -123,12 +125,17 @@ class Passage:
             self.starter, self.reader = (
                 concurrent.futures.ThreadPoolExecutor(1, "tiermem-reads", activate, (device,)) for _ in range(2)
             )
+        self._nan = Map(nan_bytes, is_nan=True).tensor() if self.may_swap and nan_bytes else None
         self._is_outdated = True  # shards on the accelerator may have been written since `_written`
         self._written: torch.Event | None = None
 
     def filling(self) -> contextlib.AbstractContextManager[None]:
         """Inside, work on an accelerator goes to the stream that fills full layouts."""
         return contextlib.nullcontext() if self.copies is None else on(self.copies)
+
+    def nan_storage(self, num_bytes: int) -> torch.UntypedStorage | None:
+        """Bytes of NaN, which take no memory, for views of weights that are not there (CPU). None: this torch has no way."""
+        return None if self._nan is None else torch.from_numpy(self._nan[:num_bytes].numpy()).untyped_storage()
 
     def note_outdated(self) -> None:
         """Notes that weights are about to change where they rest."""
@@ -261,6 +268,7 @@ class UnitMemory:
 
         CPU            arena memory is put under the storage (`UntypedStorage._swap_data_ptr_`: microseconds, views follow). The
                        call is private to torch, so it is tested first; without it the storage is resized and bytes are copied.
+                       A view that a user has kept reads NaN after the bytes have gone.
         accelerator    the same with slots of one slab. Units that stay, and all units without that call, have memory of torch's
                        allocator: the storage is resized.
 
@@ -284,6 +292,7 @@ class UnitMemory:
         self._place: int | None = None  # the slot of the slab, while the unit occupies it
         self._may_swap = passage.may_swap
         self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
+        self._nan: torch.UntypedStorage | None = None  # empty while its bytes are under the unit
         full = torch.empty(0, dtype=unit.full_dtype, device=passage.device)
         self.full = full
         self._storage = full.untyped_storage()
@@ -292,6 +301,8 @@ class UnitMemory:
         self.travels = narrow_part(full, unit.dtype) if unit.is_widened else full  # what a copy or a gather fills
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
+        if not unit.is_resident:
+            self._nan = passage.nan_storage(unit.full_bytes)
         self.free()
 
     @property
@@ -334,6 +345,8 @@ class UnitMemory:
         outside: in torch's own memory, beside the slab.
         """
         if self._owner is None:
+            if self._nan is not None:
+                self._storage._swap_data_ptr_(self._nan)  # type: ignore[attr-defined]
             self._storage.resize_(self.unit.full_bytes)
             return
         if self._slab is not None and not outside:
@@ -403,7 +416,10 @@ class UnitMemory:
         if self._owner is None and self._lender is not None:
             self._end_loan()
         elif self._owner is None:
-            self._storage.resize_(0)
+            if self._nan is None or self._nan.nbytes():
+                self._storage.resize_(0)
+                if self._nan is not None:
+                    self._storage._swap_data_ptr_(self._nan)  # type: ignore[attr-defined]
         else:
             for number, stream in self._users.items():
                 if number in self._ends:
