@@ -140,6 +140,10 @@ def test_any_grown_value_is_read_or_refused_in_linear_time(
     try_one(scenes[reader], random.Random(seed), how, min(num, 5_000))
 
 
+def test_a_shape_of_thousands_of_dimensions_is_refused_in_one_line(scenes: dict[str, Scene]) -> None:
+    try_one(scenes["dcp"], random.Random(48_496), "different", 48_496)
+
+
 @pytest.mark.soak
 @growing(5_000)
 def test_any_value_of_100000_entries_is_read_or_refused_in_linear_time(

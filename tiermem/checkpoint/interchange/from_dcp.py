@@ -210,8 +210,8 @@ class _Metadata:
 
 def _size(value: Any) -> tuple[int, ...]:
     size = tuple(value)
-    if not all(type(n) is int and n >= 0 for n in size):
-        raise TypeError(f"a size of {size}")
+    if len(size) > 64 or not all(type(n) is int and n >= 0 for n in size):  # 64 is torch's limit
+        raise TypeError(f"a size of {size!r:.80}")
     return size
 
 
