@@ -39,4 +39,4 @@ def test_training_on_nvme_runs_on_the_device_and_tells_its_memory(accelerator: t
     assert run["device"] == str(accelerator) and len(run["losses"]) == 3
     card = run["device_memory"]
     assert 0 < card["plan_bytes"] <= card["peak_allocated_bytes"] <= card["peak_reserved_bytes"] <= card["total_bytes"]
-    assert f"memory of {accelerator}" in done.stdout
+    assert f"{accelerator} peak" in done.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -14,16 +16,17 @@ import pytest
 import torch
 from saved_by_hand import write
 from torch import nn
-from typer.testing import CliRunner
 
-from tiermem.tools.cli import app
+from tiermem.tools.cli import main
 from tiermem.tools.train_job import find_resumed
 
 
 def tiermem(*words: str | Path) -> tuple[int, str, str]:
     """Exit status, stdout, stderr."""
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    return done.exit_code, done.stdout, done.stderr
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
 
 
 def a_model(folder: Path) -> dict[str, torch.Tensor]:
