@@ -76,8 +76,9 @@ def answer(error: Any, given: Sequence[str]) -> str:
     unknown, extra = _UNKNOWN.search(error.message), _EXTRA.search(error.message)
     name: str | None = getattr(error, "option_name", None)
     parameter: Any = getattr(error, "param", None)
-    if name is not None and "--preset" in options and not "".join(given[num_words:]).startswith("-"):
-        given = corrected(given, {given[num_words]: _option_for(given[num_words], options)})
+    first = "".join(given[num_words : num_words + 1])
+    if name is not None and "--preset" in options and first and not first.startswith("-"):
+        given = corrected(given, {first: _option_for(first, options)})
     said, instead = error.message.rstrip("."), dict[str, str]()
     if unknown:
         said = f"there is no command {unknown[1]!r}"
@@ -117,7 +118,7 @@ def _without(name: str, given: Sequence[str], num_words: int, command: Any) -> t
         if name in there.get(each, ()):
             return f"{said} without a command", [*words[:num_words], each, *words[num_words:]]
     if name in _ALIKE[0] and _arguments_of(command):
-        return said, corrected([word for word in words if word != name], {})
+        return said, [word.removeprefix(f"{name}=") for word in words if word != name]
     return said, [*words[:num_words], "--help"]
 
 
