@@ -43,7 +43,7 @@ from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
 from tiermem.tools.run_record import Figures, Span, covered, within
 from tiermem.tools.train_job import Config, precision_of, with_key
 from tiermem.tools.words import format_bytes
-from tiermem.zero.compute import ComputeChoice, choose_compute
+from tiermem.zero.compute import FAR_SLOWER, ComputeChoice, choose_compute
 
 # ---- the trained model -----------------------------------------------------------------------------------------------
 #
@@ -387,7 +387,7 @@ def warn_of_compute(config: Config, shape: Mapping[str, Any]) -> str | None:
         return None
     measured = with_key(config, ("tiermem", "compute_dtype"), "measured")
     _, choice = settle_compute(measured, shape)
-    if choice.products is None or choice.products.ratio < _FAR_SLOWER:
+    if choice.products is None or choice.products.ratio < FAR_SLOWER:
         return None
     return (
         f"{precision} products are {choice.products.ratio:.0f} times slower here than fp32 products, and so is this run: stop "
@@ -446,8 +446,7 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
 
 _KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
 _LEAST_KERNEL_NUMEL = 1 << 20
-_FAR_SLOWER = 10.0  # products, a part of a step
-_ABSURD = 20.0  # a step
+_ABSURD = 20.0  # times as long: a step that is warned of
 _NO_LIMIT_BYTES = 1 << 60
 _NO_DISK = 1e12  # bytes a second: nothing is read or written
 
