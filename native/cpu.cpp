@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <errno.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "tiermem.h"
 
@@ -33,11 +35,20 @@ static bool is_supported(int isa) {
     return isa == 0;
 }
 
+// The most that ATEN_CPU_CAPABILITY allows: torch's kernels and these are held down together. torch warns of other
+// words.
+static int most_allowed() {
+    const char *word = getenv("ATEN_CPU_CAPABILITY");
+    if (word != nullptr && strcmp(word, "avx2") == 0)
+        return 1;
+    return word != nullptr && strcmp(word, "default") == 0 ? 0 : NUM_ISAS - 1;
+}
+
 int tm_isa_choose(int32_t isa) {
     if (isa >= NUM_ISAS)
         return -ENOTSUP;
     if (isa < 0)
-        for (isa = NUM_ISAS - 1; !is_supported(isa);)
+        for (isa = most_allowed(); !is_supported(isa);)
             --isa;
     if (!is_supported(isa))
         return -ENOTSUP;

@@ -224,8 +224,9 @@ enum tm_dtype {
     TM_Q8_POSITIVE = 6 /* the same for one that is never negative */
 };
 
-/* The instruction set used from now on by all kernels of this process. `isa` < 0: the best that this
- * CPU has. Returns the one in force (0 plain C, 1 AVX2, 2 AVX-512), or -ENOTSUP. Same bits from each. */
+/* The instruction set used from now on by all kernels of this process. `isa` < 0: the best that this CPU has and the
+ * environment variable ATEN_CPU_CAPABILITY ("default": 0, "avx2": 1; read once more at each such call) allows, as
+ * before the first call. Returns the one in force (0 plain C, 1 AVX2, 2 AVX-512), or -ENOTSUP. Same bits from each. */
 int tm_isa_choose(int32_t isa);
 const char *tm_isa_name(int32_t isa);
 

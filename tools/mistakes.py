@@ -8,16 +8,16 @@ jobs made of them find the rest, and raise a Mistake. Both know which words to w
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from tiermem.tools.presets import PRESETS
-from tiermem.tools.words import closest
 
 PROGRAM = "tiermem"
 
@@ -35,19 +35,33 @@ EXAMPLES = {
     "--tbw": "600TB",
     "--flops": "150T",
     "--params": "128M",
+    "--lr": "1e-4",
+    "--save": "checkpoints",
+    "--config": "config.json",
+    "--deepspeed-config": "ds.json",
+    "source": "deepspeed_checkpoint",
+    "out": "out",
 }
-"""A value of an option that has no default to show."""
+"""A value of an option, or of a word that has no option, that has no default to show."""
 
-_COMMANDS = {"version": "--version", "help": "--help", "run": "train", "finetune": "train", "estimate": "plan"}
-_OPTIONS = {
-    "--gpu": "--gpu-memory",
-    "--epochs": "--steps",
-    "--seqlen": "--seq",
-    "--output": "--save",
-    "--out": "--save",
-}
-_IN_PLAN = {"--memory": "--host-memory", "--ram": "--host-memory", "--gpus": "--ranks", "--nvme": "--offload"}
-_IN_TRAIN = {"--ram": "--memory", "--host-memory": "--memory", "--dtype": "--precision", "--path": "--nvme"}
+_COMMANDS = {
+    "version": "--version", "help": "--help", "completion": "--install-completion", "run": "train", "finetune": "train",
+    "resume": "train --resume", "estimate": "plan", "verify": "fsck --verify", "convert": "export", "list": "inspect",
+    "info": "check", "doctor": "check",
+}  # fmt: skip
+_ALIKE = (
+    ("--path", "--nvme", "--nvme-path", "--dir", "--folder", "--disk"),
+    ("--gpu-memory", "--gpu", "--vram"),
+    ("--memory", "--host-memory", "--ram"),
+    ("--ranks", "--gpus", "--num-gpus"),
+    ("--steps", "--epochs", "--max-steps", "--iterations"),
+    ("--seq", "--seqlen", "--seq-len", "--sequence-length", "--max-length", "--context"),
+    ("--save", "--out", "--output", "--output-dir"),
+    ("--precision", "--dtype"),
+    ("--lr", "--learning-rate"),
+    ("--batch", "--batch-size", "--micro-batch-size"),
+)
+"""Options of which a command has one at most, or none, and the words that people write for them."""
 _UNKNOWN = re.compile(r"No such command '(.*?)'")
 _EXTRA = re.compile(r"Got unexpected extra argument\S* \((.*?)\)")
 
@@ -58,38 +72,54 @@ def answer(error: Any, given: Sequence[str]) -> str:
     command = None if context is None else context.command
     options, known = _options_of(command), getattr(command, "commands", {})
     path = context.command_path if context is not None else f"{PROGRAM} {' '.join(given[:1])}"
+    num_words = len(path.split()) - 1  # of the command
     unknown, extra = _UNKNOWN.search(error.message), _EXTRA.search(error.message)
     name: str | None = getattr(error, "option_name", None)
-    parameter = getattr(error, "param", None)
-    if name is not None and "--preset" in options and len(given) > 1 and not given[1].startswith("-"):
-        given = corrected(given, {given[1]: _option_for(given[1], options)})
+    parameter: Any = getattr(error, "param", None)
+    first = "".join(given[num_words : num_words + 1])
+    if name is not None and "--preset" in options and first and not first.startswith("-"):
+        given = corrected(given, {first: _option_for(first, options)})
     said, instead = error.message.rstrip("."), dict[str, str]()
     if unknown:
         said = f"there is no command {unknown[1]!r}"
-        instead = {unknown[1]: _COMMANDS.get(unknown[1]) or closest(unknown[1], known)}
+        meant = _COMMANDS.get(unknown[1]) or _near(unknown[1], known)
+        if meant is None:
+            return _sentence(path, said, [*given[:num_words], "--help"])
+        instead = {unknown[1]: meant}
     elif extra:
         word = extra[1].split()[0]
         said = f"{word!r} belongs to no option"
         instead = {word: _option_for(word, options)}
     elif name is not None and context is not None and name not in options:
-        said = f"there is no option {name}"
-        if known:  # an option of a command, without the command
-            best = next((each for each in ("train", "plan") if name in _options_of(known.get(each))), "train")
-            return _sentence(path, f"{said} without a command", [best, *given])
-        more = _IN_PLAN if context.info_name == "plan" else _IN_TRAIN
-        return _sentence(
-            path, said, _renamed(given, name, more.get(name) or _OPTIONS.get(name) or closest(name, options))
-        )
+        return _sentence(path, *_without(name, given, num_words, command))
     elif name is not None:
         instead = {name: f"{name} {EXAMPLES.get(name, '10')}"}
+    elif type(error).__name__ == "MissingParameter":
+        said = f"{_name_of(parameter) or parameter.metavar or parameter.name} is missing"
+        arguments = _arguments_of(command)
+        missing = arguments[arguments.index(parameter) :] if parameter in arguments else [parameter]
+        instead = {f"<{each.name}>": f"{_name_of(each)} {_example(each)}".strip() for each in missing}
     elif parameter is not None:
-        name, example = _named(parameter)
-        if type(error).__name__ == "MissingParameter":
-            said = f"{name or parameter.metavar or parameter.name} is missing"
-        else:
-            said = f"{name}: {said}"
-        instead = {name or "": f"{name} {example}".strip()}
+        name = _name_of(parameter)
+        said, instead = f"{name}: {said}", {name: f"{name} {_example(parameter)}".strip()}
     return _sentence(path, said, corrected(given, instead))
+
+
+def _without(name: str, given: Sequence[str], num_words: int, command: Any) -> tuple[str, list[str]]:
+    """What is wrong with an option that a command does not have, and the command line to write."""
+    said, words, options = f"there is no option {name}", list(given), _options_of(command)
+    if len(name) == 2 and name not in given:  # -p of -preset
+        typed = next((word for word in given if word.startswith(name)), name)
+        name, said = typed, f"there is no option {typed}"
+    there = {each: _options_of(known) for each, known in getattr(command, "commands", {}).items()}
+    if (meant := _meant(name, options)) is not None:
+        return said, _renamed(words, name, meant)
+    for each in ("train", "plan", *there):  # an option of a command, without the command
+        if name in there.get(each, ()):
+            return f"{said} without a command", [*words[:num_words], each, *words[num_words:]]
+    if name in _ALIKE[0] and _arguments_of(command):
+        return said, [word.removeprefix(f"{name}=") for word in words if word != name]
+    return said, [*words[:num_words], "--help"]
 
 
 def corrected(given: Sequence[str], instead: Mapping[str, str]) -> list[str]:
@@ -124,8 +154,25 @@ def _renamed(given: Sequence[str], name: str, other: str) -> list[str]:
     return [*words, EXAMPLES[other]] if words[-1] == other and other in EXAMPLES else words
 
 
+def _meant(name: str, options: Sequence[str]) -> str | None:
+    """The option of a command that was probably meant; None: none is near."""
+    full = f"-{name}" if not name.startswith("--") else name
+    alike = next((group for group in _ALIKE if full in group), None)
+    if alike is not None:
+        return next((each for each in alike if each in options), None)
+    return _near(full, options)
+
+
+def _near(word: str, there: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, list(there), 1)), None)
+
+
 def _options_of(command: Any) -> list[str]:
     return [name for parameter in getattr(command, "params", ()) for name in parameter.opts if name.startswith("-")]
+
+
+def _arguments_of(command: Any) -> list[Any]:
+    return [each for each in getattr(command, "params", ()) if not each.opts[0].startswith("-")]
 
 
 def _option_for(word: str, options: Sequence[str]) -> str:
@@ -138,8 +185,14 @@ def _option_for(word: str, options: Sequence[str]) -> str:
     return ""
 
 
-def _named(parameter: Any) -> tuple[str, str]:
-    """An option's name (empty: an argument has none), and an example of its value."""
-    name = next((each for each in parameter.opts if each.startswith("--")), "")
+def _name_of(parameter: Any) -> str:
+    """An option's name; empty: an argument has none."""
+    return next((each for each in parameter.opts if each.startswith("--")), "")
+
+
+def _example(parameter: Any) -> str:
+    """A value of an option, or a word in an argument's place."""
+    name = _name_of(parameter)
     default = parameter.default if isinstance(parameter.default, (int, float, str)) else None
-    return name, EXAMPLES.get(name) or (str(default) if default else "." if not name or name == "--path" else "10")
+    told = EXAMPLES.get(name or parameter.name) or (None if default is None else str(default))
+    return told or ("." if not name or name == "--path" else "10")

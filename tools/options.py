@@ -130,7 +130,8 @@ class TrainOptions(Options):
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"--lr is {self.lr}; it must be a number of 0 or more")
         if self.peer_python is not None and not self.has_peers:
-            raise ValueError("--peer-python names an interpreter for --peers, which is not given")
+            said = "--peer-python names an interpreter for --peers, which is not given"
+            raise Mistake(said, {"--peers": "--peers"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -208,10 +208,10 @@ def print_plan(planned: Planned, advice: Sequence[Advice], sources: Sequence[str
     """Tiers, edges, phases, whether it fits, and what to change."""
     cluster = planned.scenario.cluster
     ranks = f"{cluster.num_ranks} rank{'s' * (cluster.num_ranks > 1)}"
-    where = "GPUs" if cluster.gpu_bytes is not None else "CPUs"
+    where, num_micro = "GPUs" if cluster.gpu_bytes is not None else "CPUs", planned.batch.accumulation
     console.print(
         f"{planned.num_params:,} parameters on {ranks}: {cluster.num_nodes} x {cluster.ranks_per_node}, maths on {where}; "
-        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {planned.batch.accumulation} micro-batches a step"
+        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {num_micro} micro-batch{'es' * (num_micro > 1)} a step"
     )
     console.print(_tier_table(planned))
     console.print(_edge_table(planned))

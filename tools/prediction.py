@@ -29,11 +29,21 @@ from tiermem.swap.native import Workers
 from tiermem.swap.queue import Event
 from tiermem.tools.bench.small_training import PHASES, clock_of, timed
 from tiermem.tools.launcher import Job, compute_of
-from tiermem.tools.planned import activation_rows, hf_config, meta_model, transformers
+from tiermem.tools.machine import available_bytes
+from tiermem.tools.planned import (
+    Cluster,
+    Scenario,
+    activation_rows,
+    hf_config,
+    meta_model,
+    plan_scenario,
+    transformers,
+)
 from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
 from tiermem.tools.run_record import Figures, Span, covered, within
 from tiermem.tools.train_job import Config, precision_of, with_key
-from tiermem.zero.compute import ComputeChoice, choose_compute
+from tiermem.tools.words import format_bytes
+from tiermem.zero.compute import FAR_SLOWER, ComputeChoice, choose_compute
 
 # ---- the trained model -----------------------------------------------------------------------------------------------
 #
@@ -377,12 +387,40 @@ def warn_of_compute(config: Config, shape: Mapping[str, Any]) -> str | None:
         return None
     measured = with_key(config, ("tiermem", "compute_dtype"), "measured")
     _, choice = settle_compute(measured, shape)
-    if choice.products is None or choice.products.ratio < _FAR_SLOWER:
+    if choice.products is None or choice.products.ratio < FAR_SLOWER:
         return None
     return (
         f"{precision} products are {choice.products.ratio:.0f} times slower here than fp32 products, and so is this run: stop "
         "it with Ctrl-C and give --precision auto, which multiplies the same weights in fp32 (in a config "
         '"tiermem": {"compute_dtype": "measured"})'
+    )
+
+
+def warn_of_disk(job: Job, measured: Measured | str, predicted_s: float) -> str | None:
+    """One sentence where a step takes far longer than one in host memory that is free here, with the way out.
+
+    predicted_s: of a step of the job. Plans the other run; blocks for that.
+    """
+    if isinstance(measured, str) or not job.nvme_paths:
+        return None
+    config = with_key(job.config, ("tiermem", "host_bytes"), None)
+    for section in ("offload_param", "offload_optimizer"):
+        if section in config["zero_optimization"]:
+            config = with_key(config, ("zero_optimization", section, "device"), "cpu")
+    cluster = Cluster(1, 1, _NO_LIMIT_BYTES if is_accelerator(find_device()) else None)
+    compute, rates = measured
+    scenario = Scenario(job.shape, config, cluster, rates, compute, job.seq, job.is_checkpointing)
+    try:
+        planned = plan_scenario(scenario, chooses=False)
+    except ValueError:
+        return None  # what this config asks for needs the disk
+    needed_bytes, other_s = planned.tier_bytes(Tier.HOST), planned.forecast.total_s
+    if predicted_s < _ABSURD * other_s or needed_bytes > available_bytes():
+        return None
+    return (
+        f"a step from {', '.join(job.nvme_paths)} is predicted to take {predicted_s:.3g} s, {predicted_s / other_s:.0f} times "
+        f"as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes {format_bytes(needed_bytes)} "
+        f"of memory, of which {format_bytes(available_bytes())} are free), or name a faster disk with --nvme"
     )
 
 
@@ -408,7 +446,8 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
 
 _KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
 _LEAST_KERNEL_NUMEL = 1 << 20
-_FAR_SLOWER = 10.0
+_ABSURD = 20.0  # times as long: a step that is warned of
+_NO_LIMIT_BYTES = 1 << 60
 _NO_DISK = 1e12  # bytes a second: nothing is read or written
 
 

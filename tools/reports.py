@@ -261,7 +261,8 @@ def result_lines(run: Mapping[str, Any]) -> list[str]:
     times = [f"{run['outcome']}"]
     if run["losses"]:
         shown = " / ".join(map(_seconds, medians.values()))
-        times += [f"loss {run['losses'][0]:.4f} → {run['losses'][-1]:.4f} in {len(run['losses'])} steps"]
+        num_steps = len(run["losses"])
+        times += [f"loss {run['losses'][0]:.4f} → {run['losses'][-1]:.4f} in {num_steps} step{'s' * (num_steps > 1)}"]
         times += [f"forward / backward / step {shown} s", f"{run['tokens_per_s']:.1f} tokens/s"]
         if f"{next(iter(medians))}_s" in said:
             times.append(f"predicted {' / '.join(_seconds(said[f'{phase}_s']) for phase in medians)}")

@@ -221,7 +221,7 @@ def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: C
         for line in result_lines(run):
             console.print(line, soft_wrap=True)
     for line in lines_of_run(run, options.tbw_bytes):
-        console.print(line)
+        console.print(line, soft_wrap=True)
     spans = read_spans(folder / "events.jsonl")
     if spans:
         write_trace(folder / "trace.json", spans)

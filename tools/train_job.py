@@ -15,7 +15,7 @@ from tiermem.tools.launcher import Job
 from tiermem.tools.machine import memory_bytes
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import ModelShape, ModelSizes, check_shape, read_shape, shape_of, with_layers
-from tiermem.tools.words import Mistake, format_bytes, options_of, read_json
+from tiermem.tools.words import Mistake, folders, format_bytes, options_of, read_json
 
 # ---- the config ------------------------------------------------------------------------------------------------------
 #
@@ -35,7 +35,8 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
     if precision == "auto":
         precision, compute = "bf16", compute or "auto"
     if options.resident_bytes and offload != "nvme":
-        raise ValueError(f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is")
+        said = f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is"
+        raise Mistake(said, {"--resident": ""})
     target: Config = {"device": offload}
     if offload == "nvme":
         target["nvme_path"] = [str(path) for path in nvme_paths]
@@ -62,7 +63,8 @@ def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
     Raises OSError, or ValueError: not JSON, or two sources for one thing.
     """
     if given_options:
-        raise ValueError(f"{', '.join(given_options)}: --deepspeed-config decides this; change {file} instead")
+        said = f"{', '.join(given_options)}: --deepspeed-config decides this; change {file} instead"
+        raise Mistake(said, dict.fromkeys(given_options, ""))
     config = read_json(file)
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds no JSON object")
@@ -328,10 +330,11 @@ def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
     """The folders that states rest in: those of --nvme, or those that were tuned; both when they are the same."""
     if options.offload not in (None, "nvme"):
         if options.nvme:
-            raise ValueError(
-                f"--nvme names folders, but with --offload {options.offload} nothing rests there: use --offload nvme"
-            )
+            said = f"--nvme names folders, but with --offload {options.offload} nothing rests there"
+            raise Mistake(said, {"--offload": "--offload nvme"})
         return []
+    if options.nvme:
+        folders("--nvme", options.nvme)
     found = [Path(folder) for folder in own_folders(tuned)]
     if options.nvme and found and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}:
         raise ValueError(
@@ -352,7 +355,10 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
         raise Mistake(f"a model is named by exactly one of --preset, --config and --model; {what}", instead)
     if options.model is not None:
         if not (options.model / "config.json").is_file():
-            raise FileNotFoundError(f"--model: {options.model} has no config.json")
+            raise FileNotFoundError(
+                f"--model: {options.model} has no config.json: give a local folder with config.json and safetensors; nothing "
+                "is downloaded"
+            )
         if options.layers is not None:
             raise ValueError("--layers changes the shape, but --model brings weights of its own shape")
         return read_shape(options.model / "config.json"), options.model

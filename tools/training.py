@@ -29,6 +29,7 @@ from tiermem.engine import Engine
 from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, reset_peak, usage
 from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
+from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
 from tiermem.tools.planned import Budget, check_cap, meta_model, state_bytes, transformers
@@ -39,6 +40,7 @@ from tiermem.tools.prediction import (
     predict,
     settle_compute,
     warn_of_compute,
+    warn_of_disk,
 )
 from tiermem.tools.run_record import Figures, IoCounts, OutOfDeviceMemory, kernel_counts, planned_bytes
 from tiermem.tools.train_job import CLIENT_KEY, Config, with_host_bytes
@@ -90,7 +92,9 @@ class Trainer:
                     self._resume(engine, job.resume)
                 engine.step_client_state = {CLIENT_KEY: job.to_save}
                 give_back_free_memory()
-                self._announce(engine, num_params, ceiling, predict(engine, job, measured, ceiling, resident_bytes))
+                predicted = predict(engine, job, measured, ceiling, resident_bytes)
+                self._announce(engine, num_params, ceiling, predicted)
+                self._warn(warn_of_disk(job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)))
                 before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
                 self._stop.may_unwind = False
                 self._train(engine)
@@ -123,9 +127,13 @@ class Trainer:
         config, choice = settle_compute(job.config, job.shape)
         if choice.is_measured:
             self._compute = choice.why
-        elif (warning := warn_of_compute(config, job.shape)) is not None:
-            self._channel.send("warning", text=warning)
+        else:
+            self._warn(warn_of_compute(config, job.shape))
         return dataclasses.replace(job, config=config)
+
+    def _warn(self, text: str | None) -> None:
+        if text is not None:
+            self._channel.send("warning", text=text)
 
     def _config_within_cap(self, resident_bytes: int) -> Config:
         self._budget = check_cap(self._job, resident_bytes, is_accelerator(find_device()))

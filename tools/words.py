@@ -343,7 +343,8 @@ class Options:
 def at_least(least: float, shown: Callable[[float], str] = str) -> Check:
     def check(name: str, value: Any) -> None:
         if value < least:
-            raise ValueError(f"{name} is {shown(value)}; it must be at least {shown(least)}")
+            said = f"{name} is {shown(value)}; it must be at least {shown(least)}"
+            raise Mistake(said, {name: f"{name} {shown(least).replace(' ', '')}"})
 
     return check
 
@@ -360,7 +361,8 @@ def from_to(least: int, most: int | Callable[[], int], what: str = "") -> Check:
         top = most() if callable(most) else most
         for each in each_of(name, value):
             if not least <= each <= top:
-                raise ValueError(f"{name} is {each}; allowed are {least} to {top}{what}")
+                said = f"{name} is {each}; allowed are {least} to {top}{what}"
+                raise Mistake(said, {name: f"{name} {min(max(each, least), top)}"})
 
     return check
 

@@ -67,7 +67,9 @@ inline bool is_nan_half(uint16_t half, int dtype) {
     return dtype == TM_BF16 ? (half & 0x7fff) > 0x7f80 : (half & 0x7fff) > 0x7c00;
 }
 
+// All of this processor, also where the tests are run with the environment holding them down.
 inline std::vector<int> find_isas() {
+    unsetenv("ATEN_CPU_CAPABILITY");
     std::vector<int> isas;
     for (int isa = 0; isa < 3; ++isa) {
         const int answer = tm_isa_choose(isa);

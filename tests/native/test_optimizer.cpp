@@ -450,6 +450,18 @@ static void a_large_step_has_the_bits_of_a_small_one(int isa, tm_workers *worker
     tm_isa_choose(-1);
 }
 
+static void the_environment_holds_the_choice_down(const std::vector<int> &isas) {
+    const char *words[] = {"default", "avx2", "avx512", "a word of no meaning"};
+    for (int most = 0; most < 4; ++most) {
+        setenv("ATEN_CPU_CAPABILITY", words[most], 1);
+        const int chosen = tm_isa_choose(-1);
+        CHECK_EQUAL(chosen, most < isas.back() ? most : isas.back());
+        CHECK_EQUAL(tm_isa_choose(isas.back()), isas.back()); // a number is an order
+    }
+    unsetenv("ATEN_CPU_CAPABILITY");
+    CHECK_EQUAL(tm_isa_choose(-1), isas.back());
+}
+
 static void bad_arguments_are_refused() {
     const Case c = {TM_ADAMW, TM_BF16, TM_SPLIT, TM_BF16, {TM_Q8, TM_Q8_POSITIVE, TM_NONE}, TM_NEAREST, 0};
     CHECK_EQUAL(answer_to(c, [](tm_step *) {}), 0);
@@ -505,5 +517,6 @@ int main(int argc, char **) {
             RUN(a_large_step_has_the_bits_of_a_small_one, isa, workers, shift);
     tm_workers_close(workers);
     RUN(the_callers_float_mode_is_neither_used_nor_changed);
+    RUN(the_environment_holds_the_choice_down, isas);
     RUN(bad_arguments_are_refused);
 }

@@ -42,6 +42,29 @@ ANSWERS = {
     "tune": "tune --path .",
     "fsck": "fsck .",
     "bench adm": "bench adam",
+    "resume runs": "train --resume runs",
+    "completion": "--install-completion",
+    "--install-completions": "--install-completion",
+    "frobnicate": "--help",
+    "train -preset 419m": "train --preset 419m",
+    "train --preset 419m --frobnicate 3": "train --help",
+    "train --preset 419m --learning-rate 0.1": "train --preset 419m --lr 0.1",
+    "train --preset 419m --gpu-memory 24GiB": "train --help",
+    "train --preset 419m --lr fast": "train --preset 419m --lr 1e-4",
+    "train --preset 419m --save": "train --preset 419m --save checkpoints",
+    "train --preset 419m --batch 0": "train --preset 419m --batch 1",
+    "train --preset 419m --threads 0": "train --preset 419m --threads 1",
+    "train --preset 419m --resident 1GiB --offload cpu": "train --preset 419m --offload cpu",
+    "train --preset 419m --nvme . --offload cpu": "train --preset 419m --nvme . --offload nvme",
+    "train --preset 419m --peer-python python": "train --preset 419m --peer-python python --peers",
+    "train --preset 419m --deepspeed ds.json": "train --preset 419m --deepspeed-config ds.json",
+    "tune --nvme .": "tune --path .",
+    "tune --path . --size 1MiB": "tune --path . --size 8.0MiB",
+    "bench step --nvme .": "bench step --path .",
+    "bench step --frobnicate": "bench step --help",
+    "fsck --path .": "fsck .",
+    "import": "import deepspeed_checkpoint out",
+    "export checkpoints": "export checkpoints out",
 }
 """By what was typed, what to write instead."""
 
@@ -60,6 +83,7 @@ def test_a_wrong_command_is_answered_by_the_right_one(
     assert said.out == ""
     assert len(said.err.splitlines()) == 1
     assert said.err.rstrip().endswith(f"; write: tiermem {right}")
+    assert right != typed
     assert "runs" not in {each.name for each in tmp_path.iterdir()}
 
 

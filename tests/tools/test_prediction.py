@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -150,3 +151,25 @@ def test_far_slower_products_are_told_before_the_start(monkeypatch: pytest.Monke
     monkeypatch.setattr(compute, "measure_products", lambda shapes, dtype: compute.Products(dtype, 60e9, 60e9))
     assert settle_compute(config("auto"), shape)[0]["tiermem"]["compute_dtype"] == "storage"
     assert warn_of_compute(config("bf16"), shape) is None
+
+
+def test_a_far_slower_disk_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiermem.forecast.rates import Compute, Rates
+    from tiermem.tools import prediction
+    from tiermem.tools.options import TrainOptions
+    from tiermem.tools.planned import Cluster, Scenario, plan_scenario
+    from tiermem.tools.train_job import make_config
+
+    def said_of(disk_bytes_s: float) -> str | None:
+        config = make_config(TrainOptions(offload="nvme", precision="bf16"), [Path("/mnt/slow")])
+        measured = prediction.Measured(Compute(1e-12, 2e-12), Rates(disk_bytes_s, disk_bytes_s))
+        wanted = dataclasses.replace(job(TINY), config=config, nvme_paths=["/mnt/slow"])
+        scenario = Scenario(TINY, config, Cluster(1, 1), measured.rates, measured.compute, wanted.seq)
+        return prediction.warn_of_disk(wanted, measured, plan_scenario(scenario, chooses=False).forecast.total_s)
+
+    said = said_of(1e6)
+    assert said is not None and said.startswith("a step from /mnt/slow is predicted to take ")
+    assert "times as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes " in said
+    assert said_of(1e12) is None
+    monkeypatch.setattr(prediction, "available_bytes", lambda: 1 << 20)
+    assert said_of(1e6) is None  # memory is no way out

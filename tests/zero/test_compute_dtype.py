@@ -199,6 +199,19 @@ def test_measured_takes_fp32_where_products_at_rest_are_slow(monkeypatch: pytest
     assert choice_of(tower()).dtype == "storage"
 
 
+@pytest.mark.parametrize(
+    ("capability", "fast", "is_told"), [("AVX2", 1e9, True), ("AVX2", 30e9, False), ("AVX512", 1e9, False)]
+)
+def test_far_slower_products_at_rest_are_told_when_a_model_is_sharded(
+    capability: str, fast: float, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    pretend(monkeypatch, fast, 60e9)
+    with tiermem.shard(tower(), policy_of(Tier.HOST, tmp_path, compute_dtype="storage"), device="cpu"):
+        pass
+    assert ('bfloat16 is 60 times slower; compute_dtype "measured"' in caplog.text) is is_told
+
+
 def test_products_are_measured_within_a_second() -> None:
     import time
 

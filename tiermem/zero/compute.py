@@ -41,6 +41,8 @@ logger = logging.getLogger("tiermem")
 
 _HALVES = (torch.bfloat16, torch.float16)
 _SLOWER = 3.0
+FAR_SLOWER = 10.0
+"""Products at rest that are so many times slower than in fp32 are warned of."""
 _MOST_SIDE, _NUM_SHAPES = 1024, 2
 _ROWS, _QUICK_S = (8, 64), 0.04
 _REPEATS = 3
@@ -142,6 +144,8 @@ def agree_on_compute(
 ) -> tuple[ComputeChoice, OffloadPolicy]:
     """The choice of all ranks, fp32 as soon as one rank's products are slow; and the policy with it. Collective; blocks."""
     choice = choose_compute(model, policy, device)
+    if policy.compute_dtype == "storage":
+        _warn_of_slow_products(model, policy, device)
     if policy.compute_dtype == "measured":
         said = [each.partition(" ") for each in exchange(topology, f"{choice.dtype} {choice.why}")]
         fp32 = next((why for dtype, _, why in said if dtype == "fp32"), None)
@@ -149,6 +153,19 @@ def agree_on_compute(
             choice = ComputeChoice("fp32", fp32, True)
         logger.info("%s", choice.why)
     return choice, dataclasses.replace(policy, compute_dtype=choice.dtype)
+
+
+def _warn_of_slow_products(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> None:
+    """Measures, where the CPU may be slow, products as the weights rest, and warns where they are far slower than in fp32."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return
+    products = choose_compute(model, dataclasses.replace(policy, compute_dtype="measured"), device).products
+    if products is not None and products.ratio >= FAR_SLOWER:
+        logger.warning(
+            '%s; compute_dtype "measured" (in a config "tiermem": {"compute_dtype": "measured"}) multiplies the same weights '
+            "in fp32 on such a machine",
+            products,
+        )
 
 
 def whole_shape(param: nn.Parameter) -> torch.Size:
