@@ -19,6 +19,7 @@ from tiermem.swap import durable
 from tiermem.swap.direct import check_room, take_room
 from tiermem.swap.stream import FileReader
 from tiermem.zero import registry
+from tiermem.zero.absent import become
 
 # ---- writing weight files --------------------------------------------------------------------------------------------
 #
@@ -122,6 +123,7 @@ WeightFile = SafetensorsFile | TorchFile
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20
@@ -177,10 +179,15 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
 
 
 def put_value(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets a parameter, where it rests, or a buffer to a value; every rank gives the whole tensor. Collective; blocks."""
+    """Sets a parameter, where it rests, or a buffer to a value; every rank gives the whole tensor. Collective; blocks.
+
+    A tensor on the meta device gets memory on the CPU.
+    """
     owner = registry.owner_of(target) if isinstance(target, nn.Parameter) else None
     if owner is not None:
         owner.replace(target, value)
+    elif target.is_meta:  # copy_ would do nothing
+        become(target, value.to(target.dtype))
     else:
         target.data.copy_(value)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from tiny_models import build, samples
 from tqdm import tqdm
-from transformers import Trainer, TrainingArguments
+from transformers import CLIPModel, Trainer, TrainingArguments
 
 from tiermem import OffloadPolicy, Tier
 from tiermem.integrations.huggingface import TiermemTrainer
@@ -32,6 +32,43 @@ class Contrastive(Trainer):
 
 class TiermemContrastive(TiermemTrainer.mixin, Contrastive):
     """The same, sharded."""
+
+
+class ContrastiveForward(Trainer):
+    """The same loss through the model's forward, which DDP needs: it knows of no other method."""
+
+    def __init__(self, model: CLIPModel, *args: Any, **kwargs: Any) -> None:
+        own = ContrastiveModel(model.config)
+        own.load_state_dict(model.state_dict())
+        super().__init__(own, *args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs)
+
+
+class ContrastiveModel(CLIPModel):  # type: ignore[misc]
+    """CLIP whose forward is the loss of ContrastiveForward."""
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor, **_: Any) -> torch.Tensor:
+        loss: torch.Tensor = Contrastive.compute_loss(
+            None,
+            self,
+            {"input_ids": input_ids, "pixel_values": pixel_values},  # type: ignore[arg-type]
+        )
+        return loss
+
+
+def kinds_of(name: str, num_ranks: int = 1) -> tuple[type[Trainer], type[Trainer]]:
+    """The plain trainer of a model, and the sharded one. CLIP's calls get_text_features and get_image_features."""
+    if name != "clip":
+        return Trainer, TiermemTrainer
+    return Contrastive if num_ranks == 1 else ContrastiveForward, TiermemContrastive
+
+
+def saves_of(name: str, every: int = 5) -> dict[str, Any]:
+    """Arguments that save and evaluate every so many steps; CLIP's trainer has no loss of an evaluation."""
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": every}
+    return saves if name == "clip" else {**saves, "eval_strategy": "steps", "eval_steps": every}
 
 
 class Log(NamedTuple):
@@ -108,8 +145,10 @@ __all__ = [
     "arguments",
     "assert_equal",
     "closing",
+    "kinds_of",
     "log_of",
     "on_nvme",
+    "saves_of",
     "train",
     "trainer_of",
 ]

@@ -23,7 +23,7 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.weights import INDEX_NAME, read_header
 from tiermem.zero import Init
 
-KINDS = ["plain", "sharded on HOST", "sharded on NVME", "built under Init", "built under Init on meta"]
+KINDS = ["plain", "plain on meta", "sharded on HOST", "sharded on NVME", "built under Init", "built under Init on meta"]
 
 
 @pytest.fixture
@@ -44,8 +44,9 @@ def loaded(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
     policy = OffloadPolicy(params=home, paths=[folder / "nvme"], persistence_numel=50)
 
     def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        if kind == "plain":
-            model = seeded(zoo.tied_tower).to(dtype)
+        if kind.startswith("plain"):
+            with torch.device("meta" if "meta" in kind else "cpu"):
+                model = seeded(zoo.tied_tower).to(dtype)
             tiermem.load_safetensors(model, path)
             return dict(model.state_dict())
         if kind.startswith("sharded"):

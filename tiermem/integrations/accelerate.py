@@ -25,7 +25,7 @@ from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import save, wait
 from tiermem.engine.choice import take_over
 from tiermem.engine.sharding import shard
-from tiermem.integrations.choice import owner_of, with_moments
+from tiermem.integrations.choice import owner_of, set_called_together, with_moments
 from tiermem.integrations.pretrained import WEIGHTS_FILE, load_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
@@ -106,6 +106,7 @@ def _sharded(
     if shards is None:
         planned = with_moments(policy or OffloadPolicy(), choice.num_moments if choice else 0, None)
         shards = shard(model, planned, device=device, is_trained=choice is not None)
+        set_called_together(model, shards.topology.world > 1)
     return shards, None if choice is None else choice.build()
 
 

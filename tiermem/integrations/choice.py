@@ -118,6 +118,18 @@ def owner_of(model: nn.Module) -> Shards | None:
     return next((owner for owner in owners if isinstance(owner, Shards)), None)
 
 
+def set_called_together(model: nn.Module, is_so: bool) -> None:
+    """Says whether all ranks must call a model together: transformers' `generate` then goes on until the last rank has ended.
+
+    transformers asks for it by this attribute; it was made for FSDP, which needs the same.
+    """
+    for module in model.modules():
+        if is_so and hasattr(module, "generate"):
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        else:
+            module.__dict__.pop("_is_fsdp_managed_module", None)
+
+
 def free_host_bytes() -> int:
     """Bytes of memory that this process may still take: of the machine, and of its control group."""
     with open("/proc/meminfo", encoding="ascii") as file:

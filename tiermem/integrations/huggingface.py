@@ -42,10 +42,19 @@ from tiermem.engine.choice import OptimizerChoice, choose_optimizer, take_over
 from tiermem.engine.engine import cast_model
 from tiermem.engine.sharding import shard
 from tiermem.integrations.arguments import config_beside, hidden_size_of
-from tiermem.integrations.choice import AUTO, Asked, compute_policy, find_room, owner_of, with_moments
+from tiermem.integrations.choice import (
+    AUTO,
+    Asked,
+    compute_policy,
+    find_room,
+    owner_of,
+    set_called_together,
+    with_moments,
+)
 from tiermem.integrations.pretrained import load_pretrained_weights, save_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
+from tiermem.precision import DTYPES
 from tiermem.schedule import build_scheduler
 from tiermem.zero.shards import Shards
 
@@ -95,6 +104,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         """
         shards, self._shards = self._shards, None
         if shards is not None and self._is_owner:
+            set_called_together(shards.model, False)
             shards.close(materialize)
 
     # ---- start -----------------------------------------------------------------------------------------------------------
@@ -122,6 +132,14 @@ class TiermemMixin(_Base):  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the model goes to the device when it is sharded, as far as its policy says."""
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Casts floating-point inputs to the config's precision, as transformers does with DeepSpeed; models are in it."""
+        found = super()._prepare_input(data)
+        is_cast = self._config is not None and self._config.precision != "fp32"
+        if is_cast and isinstance(found, torch.Tensor) and found.is_floating_point():
+            return found.to(DTYPES[self._config.precision])  # type: ignore[union-attr]
+        return found
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Creates the optimizer as the class after the mixin does, then takes it over. Collective; blocks."""
@@ -190,6 +208,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             if self._config is not None:
                 cast_model(self.model, self._config)
             found, self._is_owner = shard(self.model, policy, device=self.args.device, is_trained=is_trained), True
+            set_called_together(self.model, found.topology.world > 1)
         self._shards = found
 
     def _policy(self, num_moments: int) -> OffloadPolicy:

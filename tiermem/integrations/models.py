@@ -2,6 +2,8 @@
 
     name or folder -> config -> class -> built under zero.Init: every rank keeps its part
     each tensor of the safetensors files -> converted if need be -> where the policy's parameters rest
+    a quantised model -> the values that its files mean, in the dtype of the model
+    an adapter -> its base model, opened in the same way -> peft adds the adapter, whose weights are ordinary parameters
 
 The result is a model as zero.Init builds it: `tiermem.shard`, `initialize` and TiermemTrainer take it.
 """
@@ -9,6 +11,7 @@ The result is a model as zero.Init builds it: `tiermem.shard`, `initialize` and 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import logging
 import os
@@ -21,9 +24,10 @@ import transformers
 from huggingface_hub import snapshot_download
 from torch import nn
 
-from tiermem.integrations.pretrained import load_pretrained_weights
+from tiermem.integrations.pretrained import load_pretrained_weights, take_quantizer
 from tiermem.policy import OffloadPolicy
 from tiermem.weights import find_files, read_header
+from tiermem.zero.access import GatheredParameters
 from tiermem.zero.init import Init
 
 logger = logging.getLogger("tiermem")
@@ -42,7 +46,7 @@ def from_pretrained(
     """Builds a transformers model and streams its safetensors to where the policy's parameters rest.
 
     Args:
-        name_or_dir: a folder, or a name on the Hugging Face hub, whose files are downloaded.
+        name_or_dir: a folder, or a name on the Hugging Face hub, whose files are downloaded; of a model, or of a PEFT adapter.
         policy: of the model; give `shard` or the Trainer the same. Default: everything in memory.
         model_class: a class of transformers, or one of its AutoModel classes. Default: the class that the config names.
         dtype: of the weights: a dtype, or "auto": the config's, else that of the files.
@@ -50,23 +54,27 @@ def from_pretrained(
 
     Returns the model in evaluation mode. Weights that the files lack get initial values, with a warning. Each rank reads the
     files and keeps its part; in memory is one tensor at a time, or one block of the model where its files have another format.
-    Collective; blocks. Raises ValueError for quantised models, adapters, and files that do not fit, OSError for missing files.
+    Quantised files are dequantised. An adapter gives a peft.PeftModel that is ready to be trained. Collective; blocks. Raises
+    ValueError for files that do not fit, and for quantised ones that transformers cannot dequantise while it reads them;
+    OSError for missing files; ImportError for an adapter without the peft library.
     """
-    folder = _folder_of(name_or_dir, kwargs)
+    hub = {name: kwargs.pop(name) for name in _OF_HUB if name in kwargs}
+    folder = _folder_of(name_or_dir, str(kwargs.pop("subfolder", "")), hub)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        return _with_adapter(folder, policy=policy, model_class=model_class, dtype=dtype, **hub, **kwargs)
     config = kwargs.pop("config", None)
     if config is None:
-        _check_folder(folder)
         config, unused = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
         if unused:
             raise ValueError(f"from_pretrained was given {', '.join(unused)}, which the config does not have")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{folder} is quantised, which tiers do not serve: give a model in bf16, fp16 or fp32")
+    config = copy.deepcopy(config)
+    quantizer = take_quantizer(config)
     kind = class_of(config, model_class)
     chosen = _dtype_of(dtype, config, folder)
     with Init(policy=policy or OffloadPolicy()), _without_init(kind, config, folder):
         model = kind._from_config(config, dtype=chosen)
         model.tie_weights()  # which is a part of giving initial values
-    lacking = load_pretrained_weights(model, folder, may_lack=True)
+    lacking = load_pretrained_weights(model, folder, may_lack=True, quantizer=quantizer)
     if lacking:
         logger.warning("%s lacks %s, which have initial values: train them", folder, ", ".join(sorted(lacking)))
     if (folder / "generation_config.json").is_file():
@@ -90,21 +98,30 @@ def class_of(config: Any, model_class: Any = None) -> Any:
     return found
 
 
-def _folder_of(name_or_dir: str | os.PathLike[str], kwargs: dict[str, Any]) -> Path:
-    """The local folder; takes the hub's arguments out of `kwargs`."""
-    asked = {name: kwargs.pop(name) for name in _OF_HUB if name in kwargs}
-    below = str(kwargs.pop("subfolder", ""))
+def _folder_of(name_or_dir: str | os.PathLike[str], below: str, hub: dict[str, Any]) -> Path:
+    """The local folder; downloads what is on the hub."""
     folder = Path(name_or_dir)
     if not folder.is_dir():
-        folder = Path(snapshot_download(os.fspath(name_or_dir), allow_patterns=_FILES, **asked))
+        folder = Path(snapshot_download(os.fspath(name_or_dir), allow_patterns=_FILES, **hub))
     return folder / below
 
 
-def _check_folder(folder: Path) -> None:
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} holds an adapter: open its base model, then peft.PeftModel.from_pretrained(model, ...)"
-        )
+def _with_adapter(folder: Path, **given: Any) -> nn.Module:
+    """The base model of an adapter, with the adapter. Collective; blocks."""
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ImportError(f"{folder} holds an adapter, which the peft library opens: pip install peft") from error
+    config = peft.PeftConfig.from_pretrained(folder)
+    if not config.base_model_name_or_path:
+        raise ValueError(f"{folder} does not name its base model: set base_model_name_or_path in adapter_config.json")
+    given["revision"] = getattr(config, "revision", None)  # of the base model; a given one is the adapter's
+    base = from_pretrained(config.base_model_name_or_path, **given)
+    copied = set(getattr(config, "modules_to_save", None) or ())  # peft copies these modules of the base model
+    modules = [module for name, module in base.named_modules() if name.rpartition(".")[2] in copied]
+    with GatheredParameters([param for module in modules for param in module.parameters()]):
+        found: nn.Module = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+    return found.eval()
 
 
 def _dtype_of(asked: torch.dtype | str, config: Any, folder: Path) -> torch.dtype:
@@ -117,7 +134,7 @@ def _dtype_of(asked: torch.dtype | str, config: Any, folder: Path) -> torch.dtyp
     if isinstance(said, torch.dtype):
         return said
     stored = (each.dtype for file in find_files(folder) for each in read_header(file))
-    return next((each for each in stored if each.is_floating_point), torch.float32)
+    return next((each for each in stored if each.is_floating_point and each.itemsize > 1), torch.float32)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@
     another name or another shape  transformers converts it      in batches: the tensors of one block of the model at a time
                                    (fused experts, renamed layers)
 
+    quantised                      transformers dequantises it   in the same batches, to the dtype of the model
+
 transformers lists the conversions of each kind of model and applies them, here to one batch after the other. Versions before 5
 have no conversions.
 """
@@ -114,12 +116,36 @@ def _by_block(names: Iterable[str]) -> list[list[str]]:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def load_pretrained_weights(model: nn.Module, path: Path, may_lack: bool = False) -> set[str]:
+def take_quantizer(config: Any) -> Any:
+    """Removes the quantisation from a model's config; returns transformers' object that dequantises its files, else None.
+
+    Raises ValueError where transformers has no operation that dequantises tensors while they are read.
+    """
+    asked = getattr(config, "quantization_config", None)
+    if asked is None:
+        return None
+    auto, found = importlib.import_module("transformers.quantizers.auto"), None
+    method = asked.get("quant_method") if isinstance(asked, dict) else asked.quant_method
+    with contextlib.suppress(ImportError):  # of the method's own library
+        asked = auto.AutoQuantizationConfig.from_dict(asked) if isinstance(asked, dict) else asked
+        asked.dequantize = True
+        found = auto.AutoHfQuantizer.from_config(asked, pre_quantized=True)
+    if "dequantize" not in getattr(found, "get_load_operations", dict)():
+        raise ValueError(
+            f"the files are quantised by {getattr(method, 'value', method)}, which cannot be dequantised while they are read: "
+            "give a model in bf16, fp16 or fp32"
+        )
+    del config.quantization_config
+    return found
+
+
+def load_pretrained_weights(model: nn.Module, path: Path, may_lack: bool = False, quantizer: Any = None) -> set[str]:
     """Fills a model from a safetensors file, or a folder of them, in the model's own names or in those of transformers' files.
 
     Args:
         model: plain, sharded, or built under zero.Init.
         may_lack: parameters that the files lack keep their values; otherwise they raise ValueError.
+        quantizer: of `take_quantizer`, for quantised files.
 
     Returns the names of the parameters that the files lack. Collective for sharded models; blocks; every rank reads the files.
     Raises ValueError for names and shapes that do not match, OSError for missing files.
@@ -127,13 +153,13 @@ def load_pretrained_weights(model: nn.Module, path: Path, may_lack: bool = False
     files = find_files(path)
     stored = {each.name: (file, each) for file in files for each in read_header(file)}
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    if stored.keys() <= targets.keys() or not _has_conversions(model):
+    if quantizer is None and (stored.keys() <= targets.keys() or not _has_conversions(model)):
         load_safetensors(model, path, strict=not may_lack)
         return _lacking(model, stored.keys())
     filled: set[str] = set()
     with contextlib.ExitStack() as opened, torch.no_grad():
         readers = {file: opened.enter_context(FileReader(file)) for file in files}
-        for name, value in _converted(model, stored, readers):
+        for name, value in _converted(model, stored, readers, quantizer):
             put_value(targets[name], value)
             filled.add(name)
     lacking = _lacking(model, filled)
@@ -152,13 +178,17 @@ class _Lazy:
     def __getitem__(self, _: Any) -> torch.Tensor:
         return self._stored.read(self._reader)
 
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
 
 def _converted(
-    model: nn.Module, stored: Mapping[str, tuple[Path, Stored]], readers: Mapping[Path, FileReader]
+    model: nn.Module, stored: Mapping[str, tuple[Path, Stored]], readers: Mapping[Path, FileReader], quantizer: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, value) of the model's parameters and buffers. One batch is in memory at a time. Raises ValueError."""
     receiver = _on_meta(model)
-    config = modeling_utils.LoadStateDictConfig(weight_mapping=_mapping.get_model_conversion_mapping(receiver))
+    mapping = _mapping.get_model_conversion_mapping(receiver, None, quantizer)
+    config = modeling_utils.LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer)
     for group in _by_block(stored):
         values = {name: _Lazy(readers[stored[name][0]], stored[name][1]) for name in group}
         with _without_bars():

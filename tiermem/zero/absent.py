@@ -398,8 +398,8 @@ def _refuse_write(what: str, param: nn.Parameter) -> NoReturn:
     )
 
 
-def become(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Gives a parameter another value, possibly on another device; the Parameter stays the same object.
+def become(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives a parameter or a buffer another value, possibly on another device; it stays the same object.
 
     torch assigns `data` only within a device (or from CPU to CUDA). Otherwise the tensors behind two objects are swapped. This
     is torch.utils.swap_tensors without its check for weak references: ours refer to the Python object and stay right.
