@@ -22,7 +22,7 @@ import tiermem
 from tiermem import OffloadPolicy
 from tiermem.zero import Init
 
-SIZES = ((1024, 32), (4096, 3))
+SIZES = ((1024, 32), (4096, 5))
 """(width, blocks) of models whose peak is measured: matrices of 4 MiB and of 64 MiB."""
 RANK = int(os.environ.get("RANK", "0"))
 

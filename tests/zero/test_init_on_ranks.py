@@ -45,6 +45,7 @@ def test_peak_of_a_rank_is_its_parts_and_a_unit_or_the_cache(
         + max(
             unit_bytes, 16 * MIB
         )  # the unit under construction, or parameters awake for the initialisation (the cache)
+        + unit_bytes  # the one before it, which a thread of gloo may hold for a moment after its broadcast has ended
         + 4 * MIB  # freed blocks that the C library has not given back yet
         + 4 * MIB  # slack: modules, messages, pages of the heap that are partly used
     )
