@@ -186,12 +186,13 @@ Figures = Mapping[str, Any]
 @no_collection()
 def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
     """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
-    patterns = options.patterns or ("*",)
     with Source.open(options.where, options.tag) as source:
         manifest, place = source.manifest, str(source.place)
-        named = [p for p in manifest.parameters if any(fnmatch.fnmatchcase(p.name, each) for each in patterns)]
-        if options.patterns and not named:
-            raise ValueError(f"--match: no tensor of {place} is named {' or '.join(patterns)}")
+        named: Sequence[Parameter] = manifest.parameters
+        if options.patterns:
+            named = [p for p in named if any(fnmatch.fnmatchcase(p.name, each) for each in options.patterns)]
+        if not named and options.patterns:
+            raise ValueError(f"--match: no tensor of {place} is named {' or '.join(options.patterns)}")
         rows = [_figures(source, each) for each in named]
     if options.shows_json:
         head = {name: getattr(manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")}

@@ -1,6 +1,6 @@
 """Run once per rank by test_init_on_ranks.py: builds models under zero.Init, which makes the process group itself.
 
-init_on_ranks.py OUT    writes OUT/<rank>.json: what every case leaves, and how far building a large model raised the peak
+init_on_ranks.py OUT    writes OUT/<rank>.json: what every case leaves, and how far building large models raised the peak
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import tiermem
 from tiermem import OffloadPolicy
 from tiermem.zero import Init
 
-WIDTH, NUM_BLOCKS = 1024, 64
+SIZES = ((1024, 32), (4096, 5))
+"""(width, blocks) of models whose peak is measured: matrices of 4 MiB and of 64 MiB."""
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -40,17 +41,17 @@ class InitialisesItself(Tower):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.linear = nn.Linear(width, width, bias=False)
 
 
 class Large(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, num_blocks: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
-        for _ in range(NUM_BLOCKS):
-            self.layers.append(Block())
+        for _ in range(num_blocks):
+            self.layers.append(Block(width))
         self.apply(lambda module: nn.init.normal_(module.weight) if isinstance(module, nn.Linear) else None)
 
 
@@ -80,7 +81,8 @@ def main(out: Path) -> None:
     for name, build in CASES.items():
         for persistence_numel in (0, 50, 1 << 20):
             found[f"{name}, {persistence_numel}"] = values_of(build, OffloadPolicy(persistence_numel=persistence_numel))
-    found["peak"] = peak_of_building()
+    for width, num_blocks in SIZES:
+        found[f"peak {width}"] = peak_of_building(width, num_blocks)
     (out / f"{RANK}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -94,12 +96,15 @@ def values_of(build: Callable[[], nn.Module], policy: OffloadPolicy) -> dict[str
         return {name: value.flatten().tolist() for name, value in model.state_dict().items()}
 
 
-def peak_of_building() -> int:
-    """Growth of peak resident memory in bytes while a model of NUM_BLOCKS matrices is built."""
+def peak_of_building(width: int, num_blocks: int) -> int:
+    """Growth of peak resident memory in bytes while a model of `num_blocks` matrices is built.
+
+    The growth is over what this process holds before: libraries, the process group, hooks.
+    """
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
     before = status("VmRSS")
     with Init(policy=OffloadPolicy()):
-        model = Large()
+        model = Large(width, num_blocks)
     peak = status("VmHWM") - before
     del model
     return peak

@@ -132,6 +132,20 @@ def test_what_code_does_to_a_parameter_inside_is_kept(tmp_path: Path) -> None:
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+def test_data_that_parameters_exchange_inside_is_kept(tmp_path: Path) -> None:
+    policy = policy_at(Tier.HOST, tmp_path, persistence_numel=0)
+    with Init(policy=policy):
+        model = nn.ModuleList([nn.Linear(256, 256, bias=False) for _ in range(2)])
+        for value, linear in enumerate(model):
+            nn.init.constant_(linear.weight, value)
+        first = model[0].weight.data
+        model[0].weight.data = model[1].weight.data
+        model[1].weight.data = first
+    with tiermem.shard(model, policy):
+        state = model.state_dict()
+        assert [state[f"{number}.weight"].unique().tolist() for number in range(2)] == [[1.0], [0.0]]
+
+
 def test_a_weight_that_was_tied_over_frees_its_place(tmp_path: Path) -> None:
     policy = policy_at(Tier.NVME, tmp_path)
     with Init(policy=policy) as init:

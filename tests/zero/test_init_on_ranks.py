@@ -14,7 +14,6 @@ from torch import nn
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
-UNIT_BYTES = init_on_ranks.WIDTH**2 * 4
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
@@ -36,13 +35,19 @@ def test_values_are_those_of_rank_0_whatever_the_threshold(
             assert torch.equal(torch.tensor(values), plain.state_dict()[name].detach().flatten()), name
 
 
-def test_peak_of_a_rank_is_its_parts_a_unit_and_the_cache(launched: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("width", "num_blocks"), init_on_ranks.SIZES)
+def test_peak_of_a_rank_is_its_parts_and_a_unit_or_the_cache(
+    width: int, num_blocks: int, launched: list[dict[str, Any]]
+) -> None:
+    unit_bytes = width**2 * 4
     allowed = (
-        init_on_ranks.NUM_BLOCKS * UNIT_BYTES // len(launched)  # this rank's parts
-        + 3 * UNIT_BYTES  # the module under construction, what is gathered or shared, its part on the way
-        + 16 * MIB  # parameters awake for the initialisation that follows (the cache)
-        + 16 * MIB  # freed blocks that the C library has not given back yet
-        + 32 * MIB  # libraries loaded on first use, hooks, slack
+        num_blocks * unit_bytes // len(launched)  # this rank's parts
+        + max(
+            unit_bytes, 16 * MIB
+        )  # the unit under construction, or parameters awake for the initialisation (the cache)
+        + unit_bytes  # the one before it, which a thread of gloo may hold for a moment after its broadcast has ended
+        + 4 * MIB  # freed blocks that the C library has not given back yet
+        + 4 * MIB  # slack: modules, messages, pages of the heap that are partly used
     )
     for found in launched:
-        assert found["peak"] <= allowed < init_on_ranks.NUM_BLOCKS * UNIT_BYTES
+        assert found[f"peak {width}"] <= allowed < num_blocks * unit_bytes

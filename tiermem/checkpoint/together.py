@@ -21,8 +21,8 @@ from tiermem.zero.topology import Topology
 
 T = TypeVar("T")
 
-Talk = Callable[[str], list[str]]
-"""Hands a string to every rank and returns the strings of all ranks, in the order of ranks. Collective."""
+Talk = Callable[[Any], list[Any]]
+"""Hands a JSON value to every rank and returns the values of all ranks, in the order of ranks. Collective."""
 
 DAMAGE = (ManifestError, OSError)
 """Errors that mean the saved step is damaged or incomplete."""
@@ -33,8 +33,10 @@ class DamageElsewhere(OSError):
 
 
 def talk_over(topology: Topology) -> Talk:
-    """A Talk that uses the collectives of a topology."""
-    return lambda text: exchange(topology, text)
+    """A Talk that uses the collectives of a topology. A rank that is alone hears its own value, without JSON."""
+    if topology.group is None:
+        return lambda value: [value]
+    return lambda value: [json.loads(each) for each in exchange(topology, json.dumps(value))]
 
 
 def together(
@@ -108,7 +110,7 @@ def _heard(talk: Talk, value: Any, own: Exception | None) -> tuple[list[Any], li
     """The values of all ranks, and which ranks failed."""
     number = own.errno if isinstance(own, OSError) else None
     told = None if own is None else [f"{type(own).__name__}: {own}", number, isinstance(own, DAMAGE)]
-    said = [json.loads(each) for each in talk(json.dumps([value, told]))]
+    said = talk([value, told])
     return [each for each, _ in said], [_Failed(rank, *told) for rank, (_, told) in enumerate(said) if told is not None]
 
 

@@ -30,7 +30,7 @@ from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Unit, ranges_in
 #
 #     UnitGather    every rank's shard of a unit     -> the unit's full layout, which the maths sees; may overlap compute
 #     gather_unit   the same, at once; also for a span of the shard layout
-#     gather        every rank's part of one tensor  -> the whole tensor, in the order of ranks
+#     assemble      every rank's part of one tensor  -> the whole tensor, in the order of ranks
 #
 # A rank first copies its own part into the full layout, in the dtype that the maths sees, so this dtype also crosses
 # ranks. The buffer that the shard was read into is free after that. Then the parts are exchanged in place:
@@ -237,34 +237,53 @@ def gather_unit(
 def assemble(topology: Topology, local: torch.Tensor, numel: int, device: torch.device, what: str) -> torch.Tensor:
     """A tensor's whole elements from every rank's part: flat, on the CPU. Collective; blocks.
 
+    Takes memory for the whole elements on `device`, and for those on the CPU if that is another device.
+
     local: this rank's part, flat, with or without its padding.
     device: where the parts are exchanged.
     """
     if topology.num_shards == 1 or not numel:
         return local[:numel]
-    mine = torch.zeros(-(-numel // topology.num_shards), dtype=local.dtype, device=device)
+    rows = torch.empty(topology.num_shards, -(-numel // topology.num_shards), dtype=local.dtype, device=device)
+    mine = rows[topology.shard_rank]
     mine[: local.numel()].copy_(local)
-    whole = torch.empty(mine.numel() * topology.num_shards, dtype=local.dtype, device=device)
-    gather(topology, mine, whole, what)
-    return whole[:numel].cpu()
+    mine[local.numel() :].zero_()
+    gather(topology, rows, what)
+    return rows.view(-1)[:numel].cpu()
 
 
-def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:
-    """Fills `whole` with the parts of the ranks that share it, in the order of ranks. Collective; blocks.
+def gather(topology: Topology, rows: torch.Tensor, what: str) -> None:
+    """Fills the rows with the parts of the ranks that share them; this rank's own row holds its part. Collective; blocks.
 
     With `gathers_in_stages` there are two stages: the first gathers from this rank's place on every node, the second gathers
-    each node's parts within this node. A byte crosses to this node once for all its ranks. The first stage takes a buffer of
-    num_across parts.
+    each node's parts within this node. A byte crosses to this node once for all its ranks. If a backend runs the stages, the
+    first takes a buffer of num_across parts.
     """
+    if sends_directly(topology.group, rows.device):
+        for each in _rounds_of(topology):
+            _send_rows(topology, each, rows, what)
+        return
+    mine = rows[topology.shard_rank]
     if not topology.gathers_in_stages:
-        call(topology, what, dist.all_gather_into_tensor, whole, mine, among="shard")
+        call(topology, what, dist.all_gather_into_tensor, rows.view(-1), mine, among="shard")
         return
     assert topology.across is not None
     num_nodes = topology.across.size
-    from_nodes = mine.new_empty(num_nodes, mine.numel())
+    from_nodes = rows.new_empty(num_nodes, mine.numel())
     call(topology, what, dist.all_gather_into_tensor, from_nodes.view(-1), mine, among="across")
-    for node, of_node in zip(from_nodes, whole.view(num_nodes, -1), strict=True):
+    for node, of_node in zip(from_nodes, rows.view(num_nodes, -1), strict=True):
         call(topology, what, dist.all_gather_into_tensor, of_node, node, among="within")
+
+
+def _send_rows(topology: Topology, each: _Round, rows: torch.Tensor, what: str) -> None:
+    """One round of a gather as messages of every rank's row between every two ranks."""
+    group, works = topology.group_of(each.among), list[Any]()
+    with explaining(topology, what):
+        for number, places in enumerate(each.rows):
+            pieces = [rows[place] for place in places]
+            topology.traffic.add("all_gather", what, sum(piece.nbytes for piece in pieces), each.among)
+            works += send_to_all(group, each.me, pieces, (number + 2) * GATHER_TAG - 1)  # a tag of no unit
+    Pending(topology, what, [works], [rows]).wait()
 
 
 # ---- the second copy of hpZ ------------------------------------------------------------------------------------------

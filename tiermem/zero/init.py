@@ -66,7 +66,8 @@ class Init:
     The values are the same as in a plain build with the same seed. They keep the dtype in which they were built and are cast
     when the model is sharded. With several ranks they are rank 0's values; other ranks' writes are dropped.
 
-    Peak memory while building is one module that is not yet assigned to its parent, and the cache. The modules of a plain list
+    Peak memory while building is this rank's parts, and the larger of one module that is not yet assigned to its parent and the
+    cache: 16 MiB, or the parameters of one call if they take more. The modules of a plain list
     (`nn.ModuleList([nn.Linear(...) for ...])`) are all assigned at once, so the list may exceed that.
 
     Contexts nest: the innermost takes the modules built in it. No torch name is patched: the registration hooks and the mode
@@ -268,7 +269,7 @@ class _Touch(TorchFunctionMode):
                 self._refuse_writes(func, writes_in_place(func, args, kwargs))
         elif touched:
             with torch._C.DisableTorchFunction():
-                self._built.trim()
+                self._built.make_room(touched)
                 for param in touched:
                     self._built.wake(param, replaces_data(func) and param is args[0])
         return func(*args, **kwargs)

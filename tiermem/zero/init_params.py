@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import mmap
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -92,16 +93,20 @@ def _allowed(ranks: Sequence[int]) -> str:
 # ---- ParametersInInit ------------------------------------------------------------------------------------------------
 
 _CACHE_BYTES = 16 << 20
+_FREED_BYTES = 4 << 20
 _PIECE_NUMEL = 1 << 20
+_MAPPED_BYTES = 128 << 10
 
 
 class ParametersInInit:
     """Keeps the parameters of a model that is being built, until `shard` takes them.
 
     Each rank keeps its part of every parameter, in ordinary memory or on NVMe. The parameter itself sleeps: it shows NaN and
-    takes no memory. Code that uses it wakes it (init.py sees the use). When the awake parameters take 16 MiB, the oldest go
-    back to sleep. Then, and when a parameter is admitted, rank 0's values are kept on every rank; other ranks' writes are
-    dropped. This holds for parameters of every size.
+    takes no memory. Code that uses it wakes it (init.py sees the use). Before the awake parameters take more than 16 MiB, the
+    oldest go back to sleep. Then, and when a parameter is admitted, rank 0's values are kept on every rank; other ranks'
+    writes are dropped. This holds for parameters of every size.
+
+    Peak memory: the parts, and the larger of 16 MiB and the parameters that one call of torch uses.
 
         admit --> asleep --wake--> awake --trim--> asleep          take_out, put_back: a GatheredParameters context holds it
         finish: building has ended, parameters rest (absent.py)    move_part: the model is sharded; the part is dropped here
@@ -188,9 +193,14 @@ class ParametersInInit:
         """Whether a parameter is kept here and shows NaN."""
         return param in self._kept and not registry.is_gathered(param) and id(param) not in self._awake
 
-    def trim(self, keep_bytes: int = _CACHE_BYTES) -> None:
-        """Puts the oldest awake parameters to sleep, with their values written back, until the others take < keep_bytes."""
-        while self._awake and self._awake_bytes >= keep_bytes:
+    def make_room(self, params: Iterable[torch.Tensor]) -> None:
+        """Before parameters are woken together: puts the oldest awake ones to sleep, until all take 16 MiB at most."""
+        asleep = [self._kept[param] for param in params if param in self._kept and id(param) not in self._awake]
+        self.trim(_CACHE_BYTES - sum(kept.whole_bytes for kept in asleep))
+
+    def trim(self, keep_bytes: int) -> None:
+        """Puts the oldest awake parameters to sleep, with their values written back, until the others take <= keep_bytes."""
+        while self._awake and self._awake_bytes > keep_bytes:
             param = next(iter(self._awake.values()))
             self._write_back(param)
             self._sleep(param)
@@ -213,7 +223,7 @@ class ParametersInInit:
 
     def finish(self, dtype: torch.dtype | None) -> None:
         """Ends building: all parameters sleep, and show the dtype that they will have."""
-        self.trim(keep_bytes=0)
+        self.trim(keep_bytes=-1)
         for param in list(self._kept.keys()):
             if dtype is not None and param.dtype.is_floating_point:
                 param.data = absent_part(param.shape, dtype, param.device)
@@ -274,13 +284,13 @@ class ParametersInInit:
         return self._get(kept).view(kept.shape)
 
     def _sleep(self, param: nn.Parameter) -> None:
-        """Sets a parameter's data to NaN. The C library keeps freed blocks, so the heap is trimmed every 16 MiB."""
+        """Sets a parameter's data to NaN. The C library keeps freed blocks, so the heap is trimmed every 4 MiB."""
         self._freed_bytes += param.nbytes
         with torch._C.DisableTorchFunction():
             device = "cpu" if param.is_meta else param.device
             become(param, absent_part(param.shape, param.dtype, device))
         mark((param,), ZeroParamStatus.NOT_AVAILABLE)
-        if self._freed_bytes > _CACHE_BYTES:
+        if self._freed_bytes >= _FREED_BYTES:
             self._freed_bytes = 0
             trim_heap()
 
@@ -297,13 +307,20 @@ class ParametersInInit:
             return
         mine = value.detach().reshape(-1)[first : first + kept.num_values].cpu()
         if self._store is None or value.numel() <= self._small_numel:
-            kept.part = mine.clone().pin_memory() if self._pins else mine.clone()
+            self._keep_in_memory(kept, mine)
             return
         assert self._bounce is not None
         if kept.name not in self._store:
             self._store.reserve(kept.name, (kept.num_values,), kept.dtype, Tier.NVME)
         self._bounce.write(kept.name, 0, mine.contiguous().view(torch.uint8))
         kept.is_filled = True
+
+    def _keep_in_memory(self, kept: _Kept, mine: torch.Tensor) -> None:
+        """Copies a part into its place. On one rank a parameter that is awake shows the part itself; then nothing is copied."""
+        if kept.part is not None and self.topology.num_shards > 1:
+            kept.part.copy_(mine)
+        elif kept.part is None or kept.part.data_ptr() != mine.data_ptr():
+            kept.part = mine.clone().pin_memory() if self._pins else _mapped(mine)
 
     def _read_pieces(self, kept: _Kept, into: torch.Tensor) -> None:
         if not kept.is_filled:
@@ -333,6 +350,18 @@ class ParametersInInit:
         if self._store is not None and not kept.is_gone and kept.name in self._store:
             self._store.drop(kept.name)
         kept.is_gone, kept.is_filled = True, False
+
+
+def _mapped(values: torch.Tensor) -> torch.Tensor:
+    """A copy of flat values on the CPU; if it is large, in a mapping of its own.
+
+    Parts stay while whole parameters come and go. Among them in the C library's heap, parts would leave holes that only
+    shorter blocks fit into.
+    """
+    if values.nbytes < _MAPPED_BYTES:
+        return values.clone()
+    held = mmap.mmap(-1, values.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(held, dtype=values.dtype).copy_(values)  # keeps the mapping
 
 
 class _Kept:

@@ -6,6 +6,7 @@ This module opens manifests, parts, pointers and `latest`. It never opens the fi
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -70,7 +71,7 @@ def rows_of_part(part: Part) -> Rows:
     """The pieces of a part, in their order."""
     states = [each for each in part.states if each.pieces]
     keys, counts = [(each.param, each.state, each.kind) for each in states], [len(each.pieces) for each in states]
-    pieces = itertools.chain.from_iterable(each.pieces for each in states)
+    pieces = itertools.chain.from_iterable([each.pieces for each in states])
     start, numel, file, offset = np.fromiter(itertools.chain.from_iterable(pieces), np.int64).reshape(-1, 4).T
     key = np.repeat(np.arange(len(keys)), counts)
     grain_bytes, grain_numel = grains(keys)
@@ -93,7 +94,7 @@ def grains(keys: Sequence[Key]) -> tuple[Numbers, Numbers]:
     """The smallest unit of each key's kind, in bytes and in elements."""
     numbers = {kind: number for number, kind in enumerate(sorted(kinds.KINDS))}
     units = np.array([kinds.grain_of(kind) for kind in numbers], np.int64)
-    num_bytes, numel = units[np.fromiter((numbers[kind] for _, _, kind in keys), np.int64, len(keys))].T
+    num_bytes, numel = units[np.array([numbers[kind] for _, _, kind in keys], np.int64)].T
     return num_bytes, numel
 
 
@@ -118,7 +119,7 @@ class States:
         first_files = itertools.accumulate((len(part.files) for part in parts), initial=0)
         moved = [(rows_of_part(part), first) for part, first in zip(parts, first_files, strict=False)]
         rows = joined_rows([each._replace(file=each.file + first) for each, first in moved])
-        names = dict.fromkeys(key[:2] for key in rows.keys)
+        names = dict.fromkeys([key[:2] for key in rows.keys])
         self.numbers = dict(zip(names, range(len(names)), strict=True))
         number = np.array([self.numbers[key[:2]] for key in rows.keys], np.int64)[rows.key]
         order = np.lexsort((rows.start, number))
@@ -137,10 +138,14 @@ class States:
         number = self.numbers[param, state]
         return [self.piece(row) for row in range(self._edges[number], self._edges[number + 1])]
 
-    def files_of(self, param: str, state: str) -> list[int]:
-        """The file of each of its pieces."""
-        number = self.numbers[param, state]
-        found: list[int] = self.rows.file[self._edges[number] : self._edges[number + 1]].tolist()
+    def files_of(self, number: int) -> list[int]:
+        """The file of each piece of a state."""
+        return self._files[self._edges[number] : self._edges[number + 1]]
+
+    @functools.cached_property
+    def _files(self) -> list[int]:
+        """The file of each row; an array would take longer for a few of them at a time."""
+        found: list[int] = self.rows.file.tolist()
         return found
 
     def piece(self, row: int) -> Piece:
@@ -197,7 +202,8 @@ def _check_states(states: States, parameters: Mapping[str, Parameter], source: s
     due[firsts] = 0
     is_mixed = rows.key != rows.key[firsts][states.number]
     lasts = np.append(firsts[1:], len(stops))[: len(firsts)] - 1
-    numel = np.fromiter((parameters[param].numel for param, _ in states.numbers), np.int64, len(firsts))
+    numel_of = {name: each.numel for name, each in parameters.items()}
+    numel = np.array([numel_of[param] for param, _ in states.numbers], np.int64)
     is_wrong = (rows.start != due) | is_mixed
     is_wrong[lasts[stops[lasts] != numel]] = True
     for row in np.flatnonzero(is_wrong).tolist():

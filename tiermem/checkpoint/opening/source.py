@@ -86,9 +86,9 @@ class Source:
         self._saved = cover(self.manifest, self.parts, str(self.file))
         self.parameters: Mapping[str, Parameter] = {each.name: each for each in self.manifest.parameters}
         self._aliases = {alias: each.name for each in self.manifest.parameters for alias in each.aliases}
-        self._states: dict[str, list[str]] = {name: [] for name in self.parameters}
-        for param, state in self._saved.numbers:
-            self._states[param].append(state)
+        self._states: dict[str, dict[str, int]] = {name: {} for name in self.parameters}  # with their numbers
+        for (param, state), number in self._saved.numbers.items():
+            self._states[param][state] = number
         self._streams: dict[tuple[str, str], Stream] = {}  # those that were asked for
         self._paths = [folder / file for folder, part in parts for file in part.files]
         used = set(self._saved.rows.file.tolist())
@@ -146,16 +146,18 @@ class Source:
 
     def kind(self, param: str, state: str) -> str | None:
         """How a state's elements are stored (kinds.py); None if the state was not saved."""
-        number = self._saved.numbers.get((param, state))
+        number = self._states.get(param, {}).get(state)
         return None if number is None else self._saved.kinds[number]
 
     def files(self, param: str, state: str) -> tuple[Path, ...]:
         """The files that hold a state, in the order of its elements."""
-        return tuple(dict.fromkeys(self._paths[number] for number in self._saved.files_of(param, state)))
+        return tuple(
+            dict.fromkeys([self._paths[number] for number in self._saved.files_of(self._states[param][state])])
+        )
 
     def bytes_of(self, param: str, state: str) -> int:
         """Bytes of a state in its stored form."""
-        return self._saved.num_bytes[self._saved.numbers[param, state]]
+        return self._saved.num_bytes[self._states[param][state]]
 
     @property
     def num_bytes(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,12 +43,12 @@ def parameters(
     groups = {id(p): i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
     aliases = names_of(shards.model)
     found, excluded = [], []
-    for _, shard in sorted(shards.parameters(), key=lambda each: each[1].index):
+    for live, shard in sorted(shards.parameters(), key=lambda each: each[1].index):
         if exclude_frozen and not shard.param.requires_grad:
             excluded.append(shard.name)
             continue
         names = tuple(name for name in aliases[id(shard.param)] if name != shard.name)
-        dtype, group = kinds.name_of(shards.find(shard.param)[0].unit.dtype), groups.get(id(shard.param))
+        dtype, group = kinds.name_of(live.unit.dtype), groups.get(id(shard.param))
         is_trainable = shard.param.requires_grad
         found.append(
             Parameter(shard.name, names, "parameter", tuple(shard.shape), dtype, is_trainable, shard.num_steps, group)
@@ -134,16 +134,31 @@ def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterat
                 yield from _states(shards, live, shard, plan, is_on_nvme)
 
 
-def _plan(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[tuple[str, str, str | torch.Tensor, int]]:
-    """(state, kind, holder, first byte there) of every state of a tile; of an 8-bit state its codes, then its scales."""
-    layout, found = tile.layout, list[tuple[str, str, str | torch.Tensor, int]]()
+class _Planned(NamedTuple):
+    """A state of a tile: where it lies, and the smallest unit of its kind, in bytes and in elements."""
+
+    state: str
+    kind: str
+    holder: str | torch.Tensor
+    offset: int  # of its first byte in the holder
+    grain_bytes: int
+    grain_numel: int
+
+    def bytes_of(self, numel: int) -> int:
+        """Bytes of the first `numel` elements."""
+        return -(-numel // self.grain_numel) * self.grain_bytes
+
+
+def _plan(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[_Planned]:
+    """Every state of a tile; of an 8-bit state its codes, then its scales."""
+    layout, found = tile.layout, list[tuple[str, str, int]]()
     holder = tile.entry if tile.home is Tier.NVME else in_memory(shards.store.view(tile.entry))
     master = [] if layout.master is None else [(layout.master, MASTER)]
     for part, state in [*master, *((layout.moment(number), name) for number, name in enumerate(names))]:
         codes, *scales = layout.ranges(part, tile.numel, 0, tile.numel)
-        found.append((state, part.kind, holder, codes.offset))
-        found += [(state + kinds.SCALES, kinds.CODE_SCALES, holder, each.offset) for each in scales]
-    return found
+        found.append((state, part.kind, codes.offset))
+        found += [(state + kinds.SCALES, kinds.CODE_SCALES, each.offset) for each in scales]
+    return [_Planned(state, kind, holder, offset, *kinds.grain_of(kind)) for state, kind, offset in found]
 
 
 def _holder(live: LiveUnit) -> str | torch.Tensor:
@@ -178,15 +193,12 @@ def _states(shards: Shards, live: LiveUnit, shard: Shard, plan: Any, is_on_nvme:
         if (tile.home is Tier.NVME) != is_on_nvme:
             continue
         first, in_tile = elements.first_element(shards.topology.shard_rank), tile.place_of(elements).start
-        numel = elements.numel
-        for state, kind, holder, offset in plan(tile, names):
-            if kind in kinds.OF_SCALES:  # blocks of 64 start anew on each rank
-                before = _scales_before(shards, shard, kind) + kinds.bytes_of(kind, elements.start)
-            else:
-                before = kinds.bytes_of(kind, first)
-            yield Stretch(
-                shard.name, state, kind, first, numel, before, (holder, offset + kinds.bytes_of(kind, in_tile))
-            )
+        for each in plan(tile, names):
+            before = each.bytes_of(first)
+            if each.grain_numel > 1:  # scales, whose blocks of 64 start anew on each rank
+                before = _scales_before(shards, shard, each.kind) + each.bytes_of(elements.start)
+            place = each.holder, each.offset + each.bytes_of(in_tile)
+            yield Stretch(shard.name, each.state, each.kind, first, elements.numel, before, place)
 
 
 def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
@@ -227,7 +239,10 @@ def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[s
     if optimizer is None:
         return []
     found: list[tuple[str, torch.Tensor]] = []
+    sharded = {id(shard.param) for _, shard in shards.parameters()}
     for name, param in optimizer.named():
+        if id(param) in sharded:
+            continue
         owner = registry.owner_of(param)
         if not isinstance(owner, Shards):
             found.append((f"optimizer.{name}", param))

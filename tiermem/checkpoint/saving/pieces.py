@@ -267,10 +267,9 @@ class Resting:
         """The checksums of every (parameter, state), in the fewest runs, from those of the ranges."""
         blocks = crc32c_join(self._block_first, crcs[self._order], self._block_lengths)
         found: dict[tuple[str, str], list[Run]] = {}
-        all_crcs = blocks.tolist()
+        all_crcs, names = blocks.tolist(), [key[:2] for key in self.keys]
         for key, first_block, last_block, start, num_bytes in self._runs:
-            param, state, _ = self.keys[key]
-            found.setdefault((param, state), []).append(Run(start, num_bytes, all_crcs[first_block:last_block]))
+            found.setdefault(names[key], []).append(Run(start, num_bytes, all_crcs[first_block:last_block]))
         return found
 
     def _cut_at_blocks(self) -> None:
@@ -351,6 +350,9 @@ class Placed(NamedTuple):
 
 def put_together(placed: Sequence[Placed]) -> Placed:
     """The pieces of several files as one. A state may have pieces in each file."""
+    placed = [each for each in placed if each.sums]
+    if len(placed) == 1:
+        return placed[0]
     sums: dict[tuple[str, str], list[Run]] = {}
     for each in placed:
         for key, runs in each.sums.items():

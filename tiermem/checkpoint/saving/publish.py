@@ -83,7 +83,7 @@ def write_part(
     """
     data = Part(run_id, commit, rank, content.rng, content.data, tuple(files), placed.rows.states()).dump()
     durable.write_file(file, data)
-    sums = [[param, state, [list(each) for each in found]] for (param, state), found in placed.sums.items()]
+    sums = [(*key, found) for key, found in placed.sums.items()]
     return {"folder": str(file.parent), "file": file.name, "bytes": len(data), "crc32c": crc32c(data), "sums": sums}
 
 
@@ -101,7 +101,7 @@ def manifest_of(
     sums: dict[str, dict[str, list[Run]]] = {}
     for each in told:
         for param, state, runs in each["sums"]:
-            sums.setdefault(param, {}).setdefault(state, []).extend(Run(*row) for row in runs)
+            sums.setdefault(param, {}).setdefault(state, []).extend(map(Run._make, runs))
     return Manifest(
         run_id=run_id,
         commit=commit,
