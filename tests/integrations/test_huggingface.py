@@ -356,6 +356,7 @@ def in_bf16(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, **floats}
 
 
+@pytest.mark.skipif(IS_4, reason="before version 5 autocast stays on beside a config's bf16")
 @pytest.mark.parametrize(
     "name", [each if each in ("llama", "clip") else pytest.param(each, marks=pytest.mark.slow) for each in MODELS]
 )
