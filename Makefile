@@ -116,6 +116,12 @@ clean:
 	-$(PIP) install -c constraints.txt --only-binary=:all: $$($(BIN)/python .ci/extra.py fuzz)
 	@touch $@
 
+# TRL and PEFT, whose tests are skipped elsewhere: some 300 MB.
+.venv/.trl: pyproject.toml constraints.txt .venv/.installed
+	@echo "installing TRL and PEFT"
+	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py trl)
+	@touch $@
+
 .venv/.tools: pyproject.toml constraints.txt | .venv/bin/python
 	@native/system_packages.sh $(CURDIR)/.venv/bin/python
 	@echo "installing the tools of developers"

@@ -199,7 +199,7 @@ def test_several_models_are_opened_in_one_init(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / name)
     with tiermem.zero.Init(policy=policy):
         dropped = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")
-        del dropped  # review: the next model failed after one was dropped
+        del dropped  # a model that goes leaves the next ones whole
         opened = {name: AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in plain}
         opened["of a config"] = AutoModelForCausalLM.from_config(plain["llama"].config)
     load_safetensors(opened["of a config"], tmp_path / "llama")

@@ -12,11 +12,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import accelerate
 from launch import launch
+from packaging.version import Version
 from safetensors.torch import load_file
 from tiny_models import MODELS, build, samples
 from torch import nn
 from trainings import (
+    IS_4,
     TiermemTrainer,
     Trainer,
     arguments,
@@ -35,6 +38,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     TrainerCallback,
+    TrainingArguments,
 )
 
 import tiermem
@@ -60,6 +64,7 @@ def test_losses_equal_the_plain_trainers_also_when_resumed(name: str, tmp_path: 
     torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)  # a step of Adam is 1e-3
 
 
+@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.14"), reason="accelerate before 1.14 is refused")
 @pytest.mark.parametrize(
     "names", [("gpt2",), pytest.param(("llama", "mixtral", "t5", "vit", "whisper", "clip"), marks=pytest.mark.slow)]
 )
@@ -148,7 +153,7 @@ def test_a_users_trainer_takes_the_mixin(tmp_path: Path) -> None:
         {"bf16": True},
         {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0},
         {"num_train_epochs": 1, "max_steps": -1, "gradient_accumulation_steps": 3},
-        {"activation_checkpointing": True},
+        {"gradient_checkpointing" if IS_4 else "activation_checkpointing": True},
         {"neftune_noise_alpha": 0.1},
     ],
     ids=str,
@@ -259,9 +264,21 @@ def test_each_call_of_model_init_is_sharded_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{"torch_compile": True}, {"optim": "adafactor"}], ids=str)
-def test_arguments_that_cannot_be_met_are_refused(given: dict[str, Any], tmp_path: Path) -> None:
+def test_arguments_that_cannot_be_met_are_refused(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # transformers before version 5 sets it for torch_compile
     with pytest.raises(ValueError, match=r"leave .* out|cannot step states"):
         train(TiermemTrainer, "gpt2", tmp_path, **given)
+
+
+def test_an_accelerate_that_would_wrap_the_model_is_refused_on_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerate, "__version__", "1.13.0")
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match=r"several ranks with accelerate 1\.13\.0, which wraps every model in DDP"):
+        train(TiermemTrainer, "gpt2", tmp_path)
 
 
 def test_materialized_weights_stay_with_the_model(tmp_path: Path) -> None:
@@ -339,6 +356,7 @@ def in_bf16(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, **floats}
 
 
+@pytest.mark.skipif(IS_4, reason="before version 5 autocast stays on beside a config's bf16")
 @pytest.mark.parametrize(
     "name", [each if each in ("llama", "clip") else pytest.param(each, marks=pytest.mark.slow) for each in MODELS]
 )

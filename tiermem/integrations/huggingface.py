@@ -26,9 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs
+from packaging.version import Version
 from torch import nn
 from transformers import Trainer
 
@@ -110,13 +112,22 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     # ---- start -----------------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Creates the accelerator. Raises ValueError for arguments that ask for another way of sharding, or for compiling."""
+        """Creates the accelerator.
+
+        Raises ValueError for arguments that ask for another way of sharding, or for compiling; on several ranks, for an
+        Accelerate that would wrap the model in DDP.
+        """
         for name in ("fsdp", "deepspeed", "torch_compile"):
             if getattr(self.args, name, None):
                 raise ValueError(
                     f"TrainingArguments({name}={getattr(self.args, name)!r}) with TiermemTrainer, which shards the model "
                     f"itself: leave {name} out, or use transformers' own Trainer"
                 )
+        if self.args.world_size > 1 and Version(accelerate.__version__) < Version("1.14"):
+            raise ValueError(
+                f"TiermemTrainer on several ranks with accelerate {accelerate.__version__}, which wraps every model in DDP: "
+                'pip install -U "accelerate>=1.14"'
+            )
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # as transformers does for models on several devices: no DataParallel
         if not isinstance(self._asked, OffloadPolicy) and self._asked != AUTO:
