@@ -36,6 +36,7 @@ imports only files above it):
     shards          a sharded model
     access          whole parameters: GatheredParameters, generation
     tiled           layers cut into tiles
+    chunked_loss    a language model's loss, chunk by chunk
     init            zero.Init
     partition_parameters    names for programs that migrate
 """
