@@ -341,9 +341,10 @@ def pageable_copies(place: Place) -> Found:
     return {"pageable copies": after - before}
 
 
-def offloaded(place: Place, home: Tier, reentrant: bool) -> Found:
-    """Inputs of checkpointed blocks rest elsewhere: two forwards before one backward, a dropped graph, one that is kept."""
-    model, losses = seeded(lambda: zoo.Tower(checkpoint=reentrant, num_blocks=4)), []
+def offloaded(place: Place, home: Tier, reentrant: bool, num_blocks: int = 4) -> Found:
+    """Inputs of checkpointed blocks rest elsewhere: two forwards before one backward, a backward that raises, a graph that is
+    kept."""
+    model, losses = seeded(lambda: zoo.Tower(checkpoint=reentrant, num_blocks=num_blocks)), []
 
     def loss_of(step: int) -> torch.Tensor:
         tokens, targets = (each.to(place.device) for each in batch(step, samples=16, length=40))  # 79,360 bytes
@@ -352,7 +353,10 @@ def offloaded(place: Place, home: Tier, reentrant: bool) -> Found:
     with place.shard(model, activations=home) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
-            loss_of(80 + step)  # its graph is dropped
+            handle = model.layers[-1].down.register_full_backward_pre_hook(lambda *given: _raise(*given, None))
+            with contextlib.suppress(ZeroDivisionError):
+                loss_of(80 + step).backward()  # its graph is dropped while an input comes
+            handle.remove()
             first, second = loss_of(step), loss_of(30 + step)
             if step % 2:
                 (first + second).backward()
@@ -370,7 +374,7 @@ def activations_on_host(place: Place) -> Found:
 
 
 def activations_on_nvme(place: Place) -> Found:
-    return offloaded(place, Tier.NVME, reentrant=False)
+    return offloaded(place, Tier.NVME, reentrant=False, num_blocks=10)  # more than there are buffers
 
 
 def activations_of_reentrant_blocks(place: Place) -> Found:
