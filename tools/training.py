@@ -77,7 +77,9 @@ class Trainer:
         forget_peak()
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
-            model = build_model(job.shape, job.seed, job.is_checkpointing, config_dict_or_path=config)
+            model = build_model(
+                job.shape, job.seed, job.is_checkpointing, job.batch * job.seq, config_dict_or_path=config
+            )
             self._channel.phase("initialize")
             engine = self._initialize(model, config)
         num_params = sum(p.numel() for p in model.parameters())

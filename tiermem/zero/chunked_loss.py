@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 __all__ = ["chunked_cross_entropy"]
 
-_CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20
 """Of fp32 logits in one chunk, where the caller gives no number of tokens."""
 
 
@@ -75,7 +75,7 @@ def chunked_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction is {reduction!r}; allowed are "mean" and "sum"')
     if chunk_tokens is None:
-        chunk_tokens = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+        chunk_tokens = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; allowed is 1 or more, or None")
     device = hidden.device.type
