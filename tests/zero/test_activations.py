@@ -96,6 +96,32 @@ def test_weights_buffers_parts_and_small_tensors_stay(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
 
 
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(31))
+
+
+class Borrowing(zoo.Tower):
+    """Gives a checkpoint the weight of a module that does not run, which is absent then."""
+
+    def __init__(self) -> None:
+        super().__init__(checkpoint=False)
+        self.scale = _Scale()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = recompute(lambda y, w: (y * w).relu().exp(), x, self.scale.weight, use_reentrant=False)
+        return self.head(self.through(self.layers[0], x))
+
+
+def test_an_absent_weight_may_be_an_argument_of_a_checkpoint(tmp_path: Path) -> None:
+    streamed = {"params": Tier.NVME, "persistence_numel": 0, "unit_buffers": 2}
+    plain, _ = train(tmp_path, Borrowing, 3, **streamed)
+    moved, _ = train(tmp_path, Borrowing, 3, activations=Tier.NVME, **streamed)
+    assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
+
+
 @pytest.fixture
 def offloaded(tmp_path: Path) -> Iterator[tuple[nn.Module, Shards]]:
     model = seeded(lambda: zoo.Tower(checkpoint=False, num_blocks=4))

@@ -38,6 +38,8 @@ from tiermem.swap.checksum import Pieces
 from tiermem.swap.move import Move
 from tiermem.swap.ranges import round_up
 from tiermem.swap.store import TensorStore
+from tiermem.zero import registry
+from tiermem.zero.absent import Owner, RestingParameter
 from tiermem.zero.plan import ACTIVATION_CHUNK_BYTES, Plan
 from tiermem.zero.unit_state import LiveUnit
 
@@ -449,7 +451,15 @@ class Activations:
 
 
 def _unpack(saved: torch.Tensor | _Input) -> torch.Tensor:
-    return saved.take() if isinstance(saved, _Input) else saved
+    if isinstance(saved, _Input):
+        return saved.take()
+    if (
+        type(saved) is RestingParameter
+    ):  # torch gives the checkpoint a plain tensor of its memory, which shows absent values
+        owner: Owner | None = registry.owner_of(saved)
+        if owner is not None and owner.may_lend:
+            owner.take_out(saved)  # in backward: present until its end
+    return saved
 
 
 def _is_checkpoints_input() -> bool:
