@@ -26,7 +26,7 @@ from torch import nn
 import tiermem
 import tiermem.zero.init
 from tiermem.engine import Engine
-from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, reset_peak, usage
+from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
 from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.corpus import Corpus
@@ -64,8 +64,7 @@ class Trainer:
     def run(self) -> None:
         """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
         job = self._job
-        _load_model_classes(job)
-        resident_bytes = resident_of().now_bytes
+        resident_bytes = load_model_classes(job)
         job = self._job = self._settle_compute(job)
         config = self._config_within_cap(resident_bytes)
         ceiling = self._measure_ceiling()
@@ -278,12 +277,17 @@ class Trainer:
                     file.write(json.dumps(list(event)) + "\n")
 
 
-def _load_model_classes(job: Job) -> None:
-    """Imports the model's own modules, so that what is resident after it is the interpreter's part; sets the threads."""
+def load_model_classes(job: Job) -> int:
+    """Imports the model's own modules, makes the accelerator's context and sets the threads.
+
+    Returns the bytes that are resident then: the part of the interpreter, the libraries and the driver.
+    """
     transformers().logging.set_verbosity_error()
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     meta_model(job.shape, job.precision)
+    open_context(find_device())
+    return resident_of().now_bytes
 
 
 def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
