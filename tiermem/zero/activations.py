@@ -239,7 +239,10 @@ class _DiskRoom:
         self, work: Callable[[_Passing, _Extent, torch.Event | None], None], passing: _Passing, home: _Extent
     ) -> None:
         ready = None if self._stream is None else record(current_stream(self._device))
-        passing.work = home.work = self._thread.submit(work, passing, home, ready)
+        given = [
+            passing
+        ]  # taken out by the thread, so that its queue does not hold the tensor after the result is there
+        passing.work = home.work = self._thread.submit(lambda: work(given.pop(), home, ready))
 
     def _next(self) -> Slot:
         """The buffer that was used longest ago. Blocks until its transfer has ended."""
