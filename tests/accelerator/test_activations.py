@@ -44,7 +44,7 @@ def train(folder: Path, num_blocks: int = 4, num_steps: int = 3, reentrant: bool
 
 @pytest.mark.parametrize("schedule", ["at_once", "late"])
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=[pytest.mark.slow])])
 def test_the_peak_of_the_device_is_flat_in_depth(
     reentrant: bool, home: Tier, schedule: str, sim: ModuleType, tmp_path: Path
 ) -> None:

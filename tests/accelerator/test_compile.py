@@ -45,7 +45,7 @@ def test_graphs_are_refused_where_addresses_change(options: dict[str, Any], aske
     engine.close()
 
 
-@pytest.mark.parametrize("per_block", [True, False])
+@pytest.mark.parametrize("per_block", [True, pytest.param(False, marks=[pytest.mark.slow])])
 def test_a_compiled_model_has_the_bits_of_the_plain_one(per_block: bool, sim: ModuleType) -> None:
     losses = []
     for compiled in (False, True):
