@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import zoo
 from launch import as_rank
 from torch import nn
-from twins import Tower, loss_of, seeded
+from torch.nn import functional as F
+from twins import Tower, batch, loss_of, seeded
 
 import tiermem
 from accelerator import device
 from accelerator.mutants import ON_RANKS, applied
-from tiermem import OffloadPolicy, Tier
+from tiermem import OffloadPolicy, Shards, Tier
 
 sim = device.load()
 torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
@@ -32,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, nvme, by Init": _NVME,
     "stage 3, nvme, stepped in backward": {**_NVME, "step_in_backward": True},
     "stage 3, nvme, widened": {**_NVME, "compute_dtype": "fp32"},
+    "stage 3, host, activations there": {**_HOST, "activations": Tier.HOST},
+    "stage 3, host, activations on nvme": {**_HOST, "activations": Tier.NVME},
     "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
     "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce"},
     "MiCS": {**_HOST, "shard_group_size": 2},
@@ -49,19 +53,29 @@ ON_DEVICES_ALONE = ["stage 1", "stage 3, nvme", "stage 3, host, by Init", "qgZ"]
 """What is tried where the group takes no tensors of the CPU, as one of NCCL alone."""
 
 
+def loss_on(model: nn.Module, step: int, shards: Shards) -> torch.Tensor:
+    """With more tokens where activations move: small ones stay."""
+    if shards.policy.activations is None:
+        return loss_of(model, step, shards.device)
+    tokens, targets = (each.to(shards.device) for each in batch(step, samples=16, length=40))
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
 def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[str, Any]:
     with tiermem.zero.Init(policy=policy, enabled=by_init):
-        model = seeded(Tower).to(torch.bfloat16 if policy.compute_dtype == "fp32" else torch.float32)
+        model = seeded(Tower if policy.activations is None else lambda: zoo.Tower(checkpoint=False)).to(
+            torch.bfloat16 if policy.compute_dtype == "fp32" else torch.float32
+        )
     with tiermem.shard(model, policy, device=where) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         losses, norms = [], []
         for step in range(3):
-            loss = loss_of(model, 10 * step + rank, shards.device)
+            loss = loss_on(model, 10 * step + rank, shards)
             loss.backward()
             if not policy.step_in_backward:
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
             with torch.no_grad():
-                losses.append(loss_of(model, 10 * step + rank, shards.device))
+                losses.append(loss_on(model, 10 * step + rank, shards))
             optim.step()  # while the device may still read the old weights
             optim.zero_grad()
             losses.append(loss.detach())
