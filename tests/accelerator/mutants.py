@@ -184,7 +184,7 @@ ON_RANKS = {
         Reducer, "start", "grad.record_stream(self._stream)", "pass", "", ""
     ),
     "a gather reads weights before the step has written them": Mutant(
-        Passage, "await_written", "self.copies.wait_event(self._written)", "pass", "", "stage 3"
+        Passage, "await_written", "self.copies.wait_event(self._written)", "pass", "", "stage 3, all streamed"
     ),
 }
 """Those of several ranks (parity_on_ranks.py)."""

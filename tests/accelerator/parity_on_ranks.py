@@ -13,12 +13,12 @@ import zoo
 from launch import as_rank
 from torch import nn
 from torch.nn import functional as F
-from twins import Tower, batch, loss_of, seeded
+from twins import Tower, batch, seeded
 
 import tiermem
 from accelerator import device
 from accelerator.mutants import ON_RANKS, applied
-from tiermem import OffloadPolicy, Shards, Tier
+from tiermem import OffloadPolicy, Tier
 
 sim = device.load()
 torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, nvme, by Init": _NVME,
     "stage 3, nvme, stepped in backward": {**_NVME, "step_in_backward": True},
     "stage 3, nvme, widened": {**_NVME, "compute_dtype": "fp32"},
+    "stage 3, all streamed": {"persistence_numel": 0},  # no gather of resident weights stands before those of forward
     "stage 3, host, activations there": {**_HOST, "activations": Tier.HOST},
     "stage 3, host, activations on nvme": {**_HOST, "activations": Tier.NVME},
     "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
@@ -53,12 +54,17 @@ ON_DEVICES_ALONE = ["stage 1", "stage 3, nvme", "stage 3, host, by Init", "qgZ"]
 """What is tried where the group takes no tensors of the CPU, as one of NCCL alone."""
 
 
-def loss_on(model: nn.Module, step: int, shards: Shards) -> torch.Tensor:
-    """With more tokens where activations move: small ones stay."""
-    if shards.policy.activations is None:
-        return loss_of(model, step, shards.device)
-    tokens, targets = (each.to(shards.device) for each in batch(step, samples=16, length=40))
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+def batches_of(policy: OffloadPolicy, rank: int, device: torch.device) -> list[list[torch.Tensor]]:
+    """Tokens and targets of every step, on the device: a copy from pageable memory would wait for the step before.
+
+    Where activations move there are more of them: small ones stay.
+    """
+    size = {} if policy.activations is None else {"samples": 16, "length": 40}
+    return [[each.to(device) for each in batch(10 * step + rank, **size)] for step in range(3)]
+
+
+def loss_on(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
 
 def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[str, Any]:
@@ -69,15 +75,19 @@ def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[s
     with tiermem.shard(model, policy, device=where) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         losses, norms = [], []
-        for step in range(3):
-            loss = loss_on(model, 10 * step + rank, shards)
+        for given in batches_of(policy, rank, shards.device):
+            loss = loss_on(model, *given)
             loss.backward()
             if not policy.step_in_backward:
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
             with torch.no_grad():
-                losses.append(loss_on(model, 10 * step + rank, shards))
+                losses.append(loss_on(model, *given))
             optim.step()  # while the device may still read the old weights
             optim.zero_grad()
+            with torch.no_grad():
+                losses.append(loss_on(model, *given))
+                if rank:
+                    losses[-1].item()  # this rank asks for the others' weights while their steps may be pending
             losses.append(loss.detach())
         weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     return {"losses": [each.item() for each in losses], "norms": norms, **weights}
@@ -99,7 +109,8 @@ def main() -> None:
         for name in cases_of(backend, mutant, dist.get_world_size()):
             place = Path(out.parent, f"{name}-{rank}".replace(" ", "_"))
             place.mkdir()
-            policy = OffloadPolicy(persistence_numel=50, paths=[place], timeout_s=60, tile_numel=8192, **CASES[name])
+            usual = {"persistence_numel": 50, "paths": [place], "timeout_s": 60, "tile_numel": 8192}
+            policy = OffloadPolicy(**usual | CASES[name])
             sim.set_schedule("at_once")
             by_init = "by Init" in name
             expected = train("cpu" if "cpu" in backend and not by_init else own, policy, rank, by_init)
