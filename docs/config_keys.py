@@ -38,7 +38,7 @@ from tiermem.config.optimizer import (
 )
 from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config, PrecisionConfig
 from tiermem.config.root import TiermemConfig
-from tiermem.config.zero import CheckpointConfig, LeafModuleConfig, OwnConfig, ZeroConfig
+from tiermem.config.zero import ActivationConfig, CheckpointConfig, LeafModuleConfig, OwnConfig, ZeroConfig
 from tiermem.schedule import DOCUMENTED, arguments_of
 
 Fate = Literal["honoured", "planned", "computed", "inert", "refused", "deprecated"]
@@ -84,6 +84,7 @@ _MODELS: tuple[tuple[str, type[ConfigModel]], ...] = (
     ("fp16", Fp16Config),
     ("data_types", DataTypesConfig),
     ("torch_autocast", AutocastConfig),
+    ("activation_checkpointing", ActivationConfig),
     ("checkpoint", CheckpointConfig),
     ("aio", AioConfig),
     ("optimizer", OptimizerConfig),

@@ -1,6 +1,7 @@
 """Accelerator: all code about devices other than the CPU. No other module names a type of device.
 
     which      is_accelerator, find_device, kind_of_device, activate    one per rank: torchrun's LOCAL_RANK chooses it
+    context    open_context                                make it before what is resident is measured
     order      new_stream, current_stream, new_event, record    streams and events, which order work on the device
     copies     to_device, ToHost                                small tensors, without a wait of the host
     memory     free_and_total, usage, reset_peak                bytes of the device, as torch counts them
@@ -74,6 +75,13 @@ def activate(device: torch.device) -> None:
     """Makes a device the current one of this thread; does nothing for the CPU."""
     if is_accelerator(device):
         _module_of(device).set_device(device.index)
+
+
+def open_context(device: torch.device) -> None:
+    """Makes this process's context on a device, whose host memory it keeps from then on; does nothing for the CPU. Blocks."""
+    if is_accelerator(device):
+        activate(device)
+        torch.empty(1, device=device)
 
 
 def _own_index(device: torch.device) -> int:

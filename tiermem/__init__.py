@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tiermem.swap.store import TensorStore as TensorStore
     from tiermem.swap.tier import Tier as Tier
     from tiermem.weights import load_safetensors as load_safetensors
+    from tiermem.zero.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from tiermem.zero.joining import init_distributed as init_distributed
     from tiermem.zero.shards import Shards as Shards
 
@@ -63,6 +64,7 @@ _HOMES = {
     "TensorStore": "tiermem.swap.store",
     "Tier": "tiermem.swap.tier",
     "as_deepspeed": "tiermem.integrations.as_deepspeed",
+    "chunked_cross_entropy": "tiermem.zero.chunked_loss",
     "from_pretrained": "tiermem.integrations.models",
     "init_distributed": "tiermem.zero.joining",
     "initialize": "tiermem.engine",

@@ -218,6 +218,12 @@ class OffloadPolicy:
     """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which each fetched unit is widened in
     its buffer, which takes 4 bytes an element then. "measured": fp32 where this machine's 16-bit products are slow, which is
     measured when the model is sharded (zero/compute.py)."""
+    activations: Tier | None = None
+    """Home of the inputs of checkpointed blocks (torch.utils.checkpoint) between forward and backward: HOST, which moves them
+    where the maths runs on an accelerator, or NVME (zero/activations.py). None: they stay where the maths runs."""
+    activation_bytes: Positive | None = None
+    """Most bytes of them at their home at once, of each rank, counted in the plan; what does not fit stays where the maths
+    runs, with a warning. None: as many as a forward has, within what the plan leaves of host_bytes or disk_bytes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))
@@ -237,7 +243,7 @@ class OffloadPolicy:
     @property
     def uses_nvme(self) -> bool:
         """Whether anything is asked to rest on NVME (gradients may still be sent there by the plan)."""
-        return Tier.NVME in (self.params, self.optim, self.grads)
+        return Tier.NVME in (self.params, self.optim, self.grads, self.activations)
 
     @property
     def num_slots(self) -> int:
@@ -254,12 +260,17 @@ class OffloadPolicy:
         for name in against_widening(self) if self.compute_dtype == "fp32" else ():
             yield "compute_dtype", f'"fp32" is given, but {name} does not allow it; set "storage" or "measured"'
         if self.uses_nvme and not self.paths:
-            wanted = [n for n in ("params", "optim", "grads") if getattr(self, n) is Tier.NVME]
+            homes = ("params", "optim", "grads", "activations")
+            wanted = [n for n in homes if getattr(self, n) is Tier.NVME]
             yield (
                 "",
                 f"{' and '.join(wanted)} rest on NVME but no path is given: set paths=['/mnt/nvme0', ...] "
                 "(in a config: nvme_path)",
             )
+        if self.activations is Tier.DEVICE:
+            yield "activations", "DEVICE is given, where they are without it; allowed are HOST, NVME and None"
+        if self.activation_bytes is not None and self.activations is None:
+            yield "activation_bytes", f"{self.activation_bytes} without activations, which names their home; set both"
         if self.durability == "step" and Tier.NVME not in (self.params, self.optim):
             yield (
                 "durability",

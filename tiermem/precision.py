@@ -131,7 +131,7 @@ class Precision:
         """Raises ValueError when a parameter of this dtype cannot be kept so."""
         if dtype not in DTYPES.values():
             names = ", ".join(str(allowed) for allowed in DTYPES.values())
-            raise ValueError(f"parameter {name!r} is {dtype}; an optimizer steps {names}")
+            raise ValueError(f"parameter {name!r} is {dtype}; an optimizer steps {names}: convert it, or freeze it")
         if dtype == torch.float32:
             return
         if self.master == "split" and dtype != torch.bfloat16:

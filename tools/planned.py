@@ -28,6 +28,7 @@ from tiermem.precision import DTYPES, Precision
 from tiermem.tools.launcher import Job, compute_of
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import Mistake, format_bytes
+from tiermem.zero.chunked_loss import CHUNK_BYTES
 from tiermem.zero.plan import Plan, Row, make_plan
 from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology, plan_topology
@@ -56,6 +57,10 @@ INTERPRETER = Row("interpreter and libraries", Tier.HOST, 360 << 20, "measured b
 MARGIN_BYTES = 32 << 20  # thread stacks, page tables, the queue, Python objects of a step
 MARGIN_PART = 0.03
 HEAP_PART = 0.30  # measured at 24 and 48 layers of 1024: 9.5 MB of heap for 7.35 MB saved, glibc 2.36
+
+
+_LOGITS_WHOLE_BYTES = 256 << 20
+"""Logits of more fp32 bytes are computed in chunks (tiermem.chunked_cross_entropy): before, a chunk saves little."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +156,11 @@ def _fits(job: Job, budget: Budget, is_gpu: bool) -> bool:
     return True
 
 
+def has_chunked_loss(sizes: ModelSizes, num_tokens: int) -> bool:
+    """Whether training computes the loss of so many tokens chunk by chunk."""
+    return sizes.is_llama and 4 * num_tokens * sizes.vocabulary > _LOGITS_WHOLE_BYTES
+
+
 def activation_rows(
     sizes: ModelSizes,
     num_tokens: int,
@@ -176,8 +186,12 @@ def activation_rows(
         kept_why = f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
     working = 2 * block if is_checkpointing else block
     logits = num_tokens * sizes.vocabulary * (2 * element + 12)
-    heap = int(HEAP_PART * (kept + working + logits))
     loss_why = f"{num_tokens} x {sizes.vocabulary}: in {compute}, float, softmax, gradient"
+    if has_chunked_loss(sizes, num_tokens):
+        head = sizes.vocabulary * sizes.hidden * 2 * max(element, 4 if compute == "fp16" else element)
+        logits = CHUNK_BYTES // 4 * (2 * element + 12) + head + num_tokens * sizes.hidden * element
+        loss_why = f"chunks of {CHUNK_BYTES} B in float; the head's gradient, twice"
+    heap = int(HEAP_PART * (kept + working + logits))
     heap_why = f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"
     terms = [
         ("activations", kept, kept_why),

@@ -34,6 +34,7 @@ from tiermem.tools.planned import (
     Cluster,
     Scenario,
     activation_rows,
+    has_chunked_loss,
     hf_config,
     meta_model,
     plan_scenario,
@@ -51,13 +52,34 @@ from tiermem.zero.compute import FAR_SLOWER, ComputeChoice, choose_compute
 #
 
 
-def build_model(shape: ModelShape, seed: int, is_checkpointing: bool, **placed: Any) -> nn.Module:
-    """A model of a shape with weights from a seed, built under `zero.Init(**placed)`: each module goes to its home at once."""
+def build_model(shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens: int, **placed: Any) -> nn.Module:
+    """A model of a shape with weights from a seed, built under `zero.Init(**placed)`: each module goes to its home at once.
+
+    num_tokens: of one forward; the loss of many is computed in chunks.
+    """
     torch.manual_seed(seed)
     with tiermem.zero.Init(**placed):
         model = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
     _set_training(model, is_checkpointing)
+    if has_chunked_loss(ModelSizes.of(shape), num_tokens):
+        chunk_loss(model)
     return cast("nn.Module", model)
+
+
+def chunk_loss(model: Any) -> None:
+    """Makes a Llama compute its loss in chunks: the head passes hidden states on, the loss multiplies them by its weight."""
+    head = model.get_output_embeddings()
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]  # tokens before n predict n
+        return tiermem.chunked_cross_entropy(logits, head.weight, targets, head.bias)
+
+    head.forward = _unchanged
+    model.loss_function = loss_of
+
+
+def _unchanged(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
 
 
 def _set_training(model: Any, is_checkpointing: bool) -> None:
@@ -191,7 +213,7 @@ def measure_maths(
         return Maths(time_plain_copies(shape, precision, batch, seq, is_checkpointing), _GPU_USE_S, None)
     policy = _policy(precision, folders, compute or precision)
     few = with_layers(shape, _num_layers(shape))
-    model = build_model(few, 0, is_checkpointing, policy=policy, dtype=DTYPES[precision])
+    model = build_model(few, 0, is_checkpointing, batch * seq, policy=policy, dtype=DTYPES[precision])
     tokens = _tokens(shape, batch, seq)
     passes: list[tuple[Phase, Phase]] = []
     with tiermem.shard(model, policy) as shards:

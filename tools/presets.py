@@ -123,6 +123,7 @@ class ModelSizes(NamedTuple):
     num_heads: int
     key_value: int  # width of keys, and of values
     vocabulary: int
+    is_llama: bool = False  # its logits are a product with the head's weight, and nothing else
 
     @staticmethod
     def of(shape: Mapping[str, Any]) -> ModelSizes:
@@ -137,6 +138,7 @@ class ModelSizes(NamedTuple):
             num_heads=num_heads,
             key_value=head_dim * (shape.get("num_key_value_heads") or num_heads),
             vocabulary=_key(shape, "vocab_size"),
+            is_llama=shape.get("model_type") == "llama",
         )
 
     @property

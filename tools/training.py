@@ -26,7 +26,7 @@ from torch import nn
 import tiermem
 import tiermem.zero.init
 from tiermem.engine import Engine
-from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, reset_peak, usage
+from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
 from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.bench.small_training import PHASES
@@ -66,8 +66,7 @@ class Trainer:
     def run(self) -> None:
         """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
         job = self._job
-        _load_model_classes(job)
-        resident_bytes = resident_of().now_bytes
+        resident_bytes = load_model_classes(job)
         job = self._job = self._settle_compute(job)
         config = self._config_within_cap(resident_bytes)
         ceiling = self._measure_ceiling()
@@ -79,7 +78,9 @@ class Trainer:
         forget_peak()
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
-            model = build_model(job.shape, job.seed, job.is_checkpointing, config_dict_or_path=config)
+            model = build_model(
+                job.shape, job.seed, job.is_checkpointing, job.batch * job.seq, config_dict_or_path=config
+            )
             self._channel.phase("initialize")
             engine = self._initialize(model, config)
         num_params = sum(p.numel() for p in model.parameters())
@@ -284,12 +285,17 @@ class Trainer:
                     file.write(json.dumps(list(event)) + "\n")
 
 
-def _load_model_classes(job: Job) -> None:
-    """Imports the model's own modules, so that what is resident after it is the interpreter's part; sets the threads."""
+def load_model_classes(job: Job) -> int:
+    """Imports the model's own modules, makes the accelerator's context and sets the threads.
+
+    Returns the bytes that are resident then: the part of the interpreter, the libraries and the driver.
+    """
     transformers().logging.set_verbosity_error()
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     meta_model(job.shape, job.precision)
+    open_context(find_device())
+    return resident_of().now_bytes
 
 
 def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:

@@ -19,6 +19,7 @@ from tiermem.optim.tile_step import TilePass
 from tiermem.swap.accelerator import PageLock, ToHost
 from tiermem.swap.arena import Arena
 from tiermem.zero import hooks, shards
+from tiermem.zero.activations import _DiskRoom, _HostRoom, _Input, _Passing
 from tiermem.zero.gradient_link import GradientLink
 from tiermem.zero.gradient_store import GradientStore
 from tiermem.zero.hooks import Hooks
@@ -127,6 +128,40 @@ MUTANTS = {
         PageLock, "__init__", "in _chunks(slots)", "in [(a + i, 4096) for a, n in slots for i in range(0, n, 4096)]",
         "inference", "host",
     ),
+    "an input is read before it has come back": Mutant(
+        _Passing, "settle", "current_stream(self.tensor.device).wait_event(self.ended)", "pass", "activations_on_host", "host"
+    ),
+    "an input leaves before it is computed": Mutant(
+        _HostRoom, "_copying", "self._stream.wait_stream(current_stream(self._device))", "pass", "activations_on_host", "host"
+    ),
+    "the end of an input's copy is recorded on another stream": Mutant(
+        _HostRoom, "_copying", "record(self._stream)", "record(current_stream(self._device))", "activations_on_host", "host"
+    ),
+    "an input is let go before it has left": Mutant(
+        _Input, "let_go", "self._passing.settle()", "self._passing.ended = None", "activations_on_host", "host"
+    ),
+    "an input that is coming is let go with its graph": Mutant(
+        _Passing, "__del__", "self.tensor.record_stream(self.stream)", "pass", "activations_of_reentrant_blocks", "host"
+    ),
+    "two inputs have one home": Mutant(
+        _HostRoom, "take", "self._free.pop()", "self._free[-1]", "activations_on_host", "host"
+    ),
+    "an input is written before it is in the buffer": Mutant(
+        _DiskRoom, "_copy", "copied.synchronize()", "pass", "activations_on_nvme", "host"
+    ),
+    "an input leaves for the disk before it is computed": Mutant(
+        _DiskRoom, "_copy", "self._stream.wait_event(ready)", "pass", "activations_on_nvme", "host"
+    ),
+    "an input comes from the disk into memory that is in use": Mutant(
+        _DiskRoom, "_end_read", "self._stream.wait_event(ready)", "pass", "activations_on_nvme", "host"
+    ),
+    "a buffer of inputs is filled again while it is read": Mutant(
+        _DiskRoom, "_next", "last.synchronize()", "pass", "activations_on_nvme", "host"
+    ),
+    "the end of an input's copy from the disk is not noted": Mutant(
+        _DiskRoom, "_end_read", "passing.stream, passing.ended = self._stream, record(self._stream)",
+        "passing.stream = self._stream", "activations_on_nvme", "host"
+    ),
     "nothing is pinned": Mutant(Arena, "pin", "if slots:", "if False:", "pageable_copies", "host"),
 }  # fmt: skip
 
@@ -149,7 +184,7 @@ ON_RANKS = {
         Reducer, "start", "grad.record_stream(self._stream)", "pass", "", ""
     ),
     "a gather reads weights before the step has written them": Mutant(
-        Passage, "await_written", "self.copies.wait_event(self._written)", "pass", "", "stage 3"
+        Passage, "await_written", "self.copies.wait_event(self._written)", "pass", "", "stage 3, all streamed"
     ),
 }
 """Those of several ranks (parity_on_ranks.py)."""

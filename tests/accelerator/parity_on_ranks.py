@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import zoo
 from launch import as_rank
 from torch import nn
-from twins import Tower, loss_of, seeded
+from torch.nn import functional as F
+from twins import Tower, batch, seeded
 
 import tiermem
 from accelerator import device
@@ -32,6 +34,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, nvme, by Init": _NVME,
     "stage 3, nvme, stepped in backward": {**_NVME, "step_in_backward": True},
     "stage 3, nvme, widened": {**_NVME, "compute_dtype": "fp32"},
+    "stage 3, all streamed": {"persistence_numel": 0},  # no gather of resident weights stands before those of forward
+    "stage 3, host, activations there": {**_HOST, "activations": Tier.HOST},
+    "stage 3, host, activations on nvme": {**_HOST, "activations": Tier.NVME},
     "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
     "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce"},
     "MiCS": {**_HOST, "shard_group_size": 2},
@@ -49,21 +54,40 @@ ON_DEVICES_ALONE = ["stage 1", "stage 3, nvme", "stage 3, host, by Init", "qgZ"]
 """What is tried where the group takes no tensors of the CPU, as one of NCCL alone."""
 
 
+def batches_of(policy: OffloadPolicy, rank: int, device: torch.device) -> list[list[torch.Tensor]]:
+    """Tokens and targets of every step, on the device: a copy from pageable memory would wait for the step before.
+
+    Where activations move there are more of them: small ones stay.
+    """
+    size = {} if policy.activations is None else {"samples": 16, "length": 40}
+    return [[each.to(device) for each in batch(10 * step + rank, **size)] for step in range(3)]
+
+
+def loss_on(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+
+
 def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[str, Any]:
     with tiermem.zero.Init(policy=policy, enabled=by_init):
-        model = seeded(Tower).to(torch.bfloat16 if policy.compute_dtype == "fp32" else torch.float32)
+        model = seeded(Tower if policy.activations is None else lambda: zoo.Tower(checkpoint=False)).to(
+            torch.bfloat16 if policy.compute_dtype == "fp32" else torch.float32
+        )
     with tiermem.shard(model, policy, device=where) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         losses, norms = [], []
-        for step in range(3):
-            loss = loss_of(model, 10 * step + rank, shards.device)
+        for given in batches_of(policy, rank, shards.device):
+            loss = loss_on(model, *given)
             loss.backward()
             if not policy.step_in_backward:
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
             with torch.no_grad():
-                losses.append(loss_of(model, 10 * step + rank, shards.device))
+                losses.append(loss_on(model, *given))
             optim.step()  # while the device may still read the old weights
             optim.zero_grad()
+            with torch.no_grad():
+                losses.append(loss_on(model, *given))
+                if rank:
+                    losses[-1].item()  # this rank asks for the others' weights while their steps may be pending
             losses.append(loss.detach())
         weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     return {"losses": [each.item() for each in losses], "norms": norms, **weights}
@@ -85,7 +109,8 @@ def main() -> None:
         for name in cases_of(backend, mutant, dist.get_world_size()):
             place = Path(out.parent, f"{name}-{rank}".replace(" ", "_"))
             place.mkdir()
-            policy = OffloadPolicy(persistence_numel=50, paths=[place], timeout_s=60, tile_numel=8192, **CASES[name])
+            usual = {"persistence_numel": 50, "paths": [place], "timeout_s": 60, "tile_numel": 8192}
+            policy = OffloadPolicy(**usual | CASES[name])
             sim.set_schedule("at_once")
             by_init = "by Init" in name
             expected = train("cpu" if "cpu" in backend and not by_init else own, policy, rank, by_init)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from twins import Tower, batch, seeded
 
 import tiermem
-from tiermem import OffloadPolicy, Shards
+from tiermem import OffloadPolicy, Shards, Tier
 
 Found = dict[str, Any]
 
@@ -341,6 +341,46 @@ def pageable_copies(place: Place) -> Found:
     return {"pageable copies": after - before}
 
 
+def offloaded(place: Place, home: Tier, reentrant: bool, num_blocks: int = 4) -> Found:
+    """Inputs of checkpointed blocks rest elsewhere: two forwards before one backward, a backward that raises, a graph that is
+    kept."""
+    model, losses = seeded(lambda: zoo.Tower(checkpoint=reentrant, num_blocks=num_blocks)), []
+
+    def loss_of(step: int) -> torch.Tensor:
+        tokens, targets = (each.to(place.device) for each in batch(step, samples=16, length=40))  # 79,360 bytes
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    with place.shard(model, activations=home) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            handle = model.layers[-1].down.register_full_backward_pre_hook(lambda *given: _raise(*given, None))
+            with contextlib.suppress(ZeroDivisionError):
+                loss_of(80 + step).backward()  # its graph is dropped while an input comes
+            handle.remove()
+            first, second = loss_of(step), loss_of(30 + step)
+            if step % 2:
+                (first + second).backward()
+            else:
+                first.backward(retain_graph=True)
+                first.backward()
+            optim.step(max_norm=0.5)
+            optim.zero_grad()
+            losses += [first.detach(), second.detach()]
+        return found(shards, model, optim, losses)
+
+
+def activations_on_host(place: Place) -> Found:
+    return offloaded(place, Tier.HOST, reentrant=False)
+
+
+def activations_on_nvme(place: Place) -> Found:
+    return offloaded(place, Tier.NVME, reentrant=False, num_blocks=10)  # more than there are buffers
+
+
+def activations_of_reentrant_blocks(place: Place) -> Found:
+    return offloaded(place, Tier.HOST, reentrant=True)
+
+
 def _step(place: Place, model: nn.Module, optim: tiermem.AdamW, step: int) -> torch.Tensor:
     loss = place.loss_of(model, step)
     loss.backward()
@@ -370,5 +410,6 @@ PROGRAMS: dict[str, Program] = {
         clipped_by_torch, autocast, evaluated_between, inference, on_side_streams, two_streams_one_backward, after_exceptions,
         loaded_while_copies_are_pending,
         saved_and_resumed, state_dicts_moved, called_by_parts, pageable_copies, widened,
+        activations_on_host, activations_on_nvme, activations_of_reentrant_blocks,
     )
 }  # fmt: skip

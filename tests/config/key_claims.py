@@ -333,6 +333,25 @@ CLAIMS: dict[str, Claim] = {
     ),
     "tiermem.paths.weight": Claim(2.0, "tests/swap/test_path_weights.py::test_one_path_and_given_weights_are_not_measured"),
     "tiermem.resident_bytes": Claim("1MiB", RUN + "test_resident_bytes_keeps_states_off_the_disk", {"resident_bytes": 1 << 20}),
+    "activation_checkpointing.cpu_checkpointing": Claim(
+        True,
+        "tests/accelerator/test_activations.py::test_cpu_checkpointing_sends_inputs_of_checkpointed_blocks_to_host",
+        {"activations": Tier.HOST},
+    ),
+    "tiermem.activations": Claim(
+        "cpu", "tests/zero/test_activations.py::test_a_model_trains_to_the_same_bits", {"activations": Tier.HOST}
+    ),
+    "tiermem.activation_bytes": Claim(
+        1 << 20,
+        "tests/accelerator/test_activations.py::test_a_room_that_is_too_small_keeps_inputs_on_the_device",
+        {"activation_bytes": 1 << 20},
+        {"tiermem": {"activations": "cpu"}},
+    ),
+    "tiermem.device_bytes": Claim(
+        1 << 30,
+        "tests/accelerator/test_device_budget.py::test_units_that_stay_change_no_bit",
+        {"device_bytes": 1 << 30},
+    ),
     "tiermem.grads": Claim("cpu", RUN + "test_grads_says_where_gradients_rest", {"grads": Tier.HOST}, STAGE_3),
     "tiermem.step_in_backward": Claim(
         True, ENGINE + "test_step_in_backward_trains_as_stepping_after_it",

@@ -255,16 +255,32 @@ def test_all_contradictions_of_a_policy_are_told_at_once_and_a_config_names_its_
         load_config({"tiermem": {"durability": "step"}})
 
 
+def test_activations_have_one_home_from_either_key() -> None:
+    nvme = {"activations": "nvme", "paths": "/a"}
+    assert load_config({"tiermem": nvme}).policy().activations is Tier.NVME
+    assert load_config({"tiermem": nvme}).policy().paths
+    assert load_config({"activation_checkpointing": None}) == load_config({})
+    with pytest.raises(ConfigError, match=r"tiermem\.activations: nvme given, but activation_checkpointing\.cpu_check"):
+        load_config({"tiermem": nvme, "activation_checkpointing": {"cpu_checkpointing": True}})
+    with pytest.raises(ConfigError, match=r"tiermem\.activations: nvme given without a path"):
+        load_config({"tiermem": {"activations": "nvme"}})
+    with pytest.raises(ConfigError, match=r"tiermem\.activation_bytes: 4096 without activations"):
+        load_config({"tiermem": {"activation_bytes": 4096}})
+
+
 SHARED = [field.name for field in dataclasses.fields(OffloadPolicy) if field.name in OwnConfig.model_fields]
 WORDS = ["skip", "raise", "apply", "param", "init", "checkpoint", "step", "none", "always", "sample", "resume", "x"]
 
 
-@pytest.mark.parametrize("name", [name for name in SHARED if name not in ("paths", "precision", "grads")])
+@pytest.mark.parametrize(
+    "name", [name for name in SHARED if name not in ("paths", "precision", "grads", "activations")]
+)
 def test_a_key_of_our_own_has_the_default_and_the_range_of_its_field(name: str) -> None:
     default = OwnConfig.model_fields[name].default
     assert default == getattr(OffloadPolicy(), name)
     for value in WORDS if isinstance(default, str) else (0, 1) if isinstance(default, bool) else (-1, 0, 1):
-        beside = {"durability": {"optim": Tier.NVME, "paths": "/a"}}.get(name, {})
+        needed = {"durability": {"optim": Tier.NVME, "paths": "/a"}, "activation_bytes": {"activations": Tier.HOST}}
+        beside = needed.get(name, {})
         assert is_allowed(OwnConfig, {name: value}) == is_allowed(OffloadPolicy, {name: value, **beside}), value
 
 

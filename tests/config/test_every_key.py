@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 COMPUTED_VALUES: dict[str, Any] = {
     "tiermem.measured": {"date": "today"},
+    "activation_checkpointing.number_checkpoints": 4,
     "checkpoint.parallel_write": {"pipeline_stage": True},
     "checkpoint.writer": {"type": "FAST"},
     "optimizer.params.ns_method": "standard",

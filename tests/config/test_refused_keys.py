@@ -17,7 +17,6 @@ NOT_DEFAULT: dict[str, Any] = {
     "optimizer.params.bias_correction": False,
     "seq_parallel_communication_data_type": "bf16",
     "sequence_parallel_size": 2,
-    "activation_checkpointing": {"partition_activations": True},
     "vocabulary_size": 50257,
 }
 

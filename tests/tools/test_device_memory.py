@@ -17,7 +17,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_run import DEVICE_FIELDS, MIB
-from on_simulated import environment
+from on_simulated import environment, python
 
 from tiermem.tools.launcher import Job, Outcome
 from tiermem.tools.memory_limit import Charge
@@ -150,3 +150,22 @@ def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path
     assert line.startswith("tiermem train: sim:0 has no memory left in backward of step 1: ")
     assert "the plan keeps 2.3 MiB on DEVICE (resident parameters" in line and "--offload cpu" in line
     assert not any((tmp_path / "runs").iterdir())
+
+
+CONTEXT = """
+import sys, torch
+from types import SimpleNamespace
+from tiermem.tools import training
+
+assert not torch.sim.is_initialized()
+measure, found = training.resident_of, []
+training.resident_of = lambda: found.append(torch.sim.is_initialized()) or measure()
+training.load_model_classes(SimpleNamespace(shape=eval(sys.argv[1]), precision="fp32", threads=None))
+print(found)
+"""
+
+
+def test_the_driver_is_resident_before_a_cap_is_divided() -> None:
+    """What the accelerator's context takes of host memory is no part of what the store gets."""
+    pytest.importorskip("transformers")
+    assert python("-c", CONTEXT, repr(SHAPE)) == "[True]\n"

@@ -136,6 +136,7 @@ def test_initial_values_of_a_split_master_have_room_in_a_tile_and_those_of_no_ma
         (Precision("bf16"), torch.float16, "master is 'bf16' and parameter '0.weight' is torch.float16"),
         (Precision("fp16"), torch.bfloat16, "master is 'fp16' and parameter '0.weight' is torch.bfloat16"),
         (Precision(), torch.float64, "parameter '0.weight' is torch.float64; an optimizer steps"),
+        (Precision(), torch.float8_e4m3fn, "torch.float16: convert it, or freeze it"),
     ],
 )
 def test_a_precision_that_a_parameter_cannot_have_is_refused(

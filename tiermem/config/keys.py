@@ -25,8 +25,6 @@ INERT: Mapping[str, str] = MappingProxyType(
         "memory_breakdown": "use `tiermem plan` for where memory goes; remove the key",
         "vocabulary_size": "nothing depends on it; remove the key",
         "flops_profiler": "there is no FLOPS profiler; use torch.profiler and remove the section",
-        "activation_checkpointing": "activations are checkpointed by the model (torch.utils.checkpoint), not by a "
-        "config; remove the section",
         "autotuning": "use `tiermem tune` and `tiermem plan`; remove the section",
         "comms_config": "it is the logger's section in some programs that write configs; remove the section",
         "comms_logger": "collectives are counted (Shards.topology.traffic) but not timed; use torch.profiler",
@@ -114,6 +112,12 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
         "optimizer.params.torch_adam": "states are stepped by tiermem's own Adam: the same mathematics as torch's",
         "zero_allow_untested_optimizer": "whatever is accepted is tested; another optimizer cannot step sharded states",
         "bf16.immediate_grad_update": "a gradient is reduced as soon as it is final",
+        "activation_checkpointing.partition_activations": "every rank has activations of samples of its own, none twice: "
+        "there is nothing to partition without tensor parallelism",
+        "activation_checkpointing.contiguous_memory_optimization": "inputs pass through buffers of one size",
+        "activation_checkpointing.number_checkpoints": "the model says which blocks it checkpoints (torch.utils.checkpoint)",
+        "activation_checkpointing.synchronize_checkpoint_boundary": "streams wait for each other, and the host for none",
+        "activation_checkpointing.profile": "use torch.profiler",
         "tiermem.measured": "it is kept for the record, and nothing acts on it",
         "zero_force_ds_cpu_optimizer": "an optimizer whose states are sharded or offloaded is always tiermem's own",
     }
@@ -141,6 +145,7 @@ PLANNED: Mapping[str, str] = MappingProxyType(
         "tiermem.device_bytes": "what the plan needs, and no more weights stay on the device",
         "tiermem.disk_bytes": "what the plan needs",
         "tiermem.paths": "the folders of nvme_path",
+        "tiermem.activation_bytes": "as many as a forward has, within what is left of host_bytes or disk_bytes",
         "tiermem.grads": "cpu when the budget has room, else nvme",
         "tiermem.engine": "the first of uring, aio and threads that works",
     }

@@ -16,7 +16,7 @@ from tiermem.config.io import AioConfig, OffloadDevice
 from tiermem.config.keys import INERT, OFF, RECOGNISED, is_off
 from tiermem.config.optimizer import AdamParams, BatchSizes, OptimizerConfig, SchedulerConfig, solve_batch
 from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
-from tiermem.config.zero import CheckpointConfig, OwnConfig, ZeroConfig
+from tiermem.config.zero import ActivationConfig, CheckpointConfig, OwnConfig, ZeroConfig
 from tiermem.policy import CombinedError, LeafRules, OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 
@@ -188,6 +188,10 @@ def _never_if_infinite(value: Any) -> Any:
     return None if isinstance(value, float) and math.isinf(value) else value  # Accelerate writes infinity
 
 
+def _empty_if_null(value: Any) -> Any:
+    return {} if value is None else value
+
+
 class TiermemConfig(ConfigModel):
     """The top of a config. Values are frozen; `model_fields_set` of each section tells what the user wrote."""
 
@@ -225,6 +229,8 @@ class TiermemConfig(ConfigModel):
     """Run forward under torch.autocast."""
     zero_optimization: ZeroConfig = ZeroConfig()
     """What is sharded and where it rests."""
+    activation_checkpointing: Annotated[ActivationConfig, BeforeValidator(_empty_if_null)] = ActivationConfig()
+    """Where inputs of blocks rest that the model checkpoints (torch.utils.checkpoint)."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What saving does where it has a choice."""
     aio: AioConfig = AioConfig()
@@ -324,6 +330,12 @@ class TiermemConfig(ConfigModel):
         if own.grads is OffloadDevice.nvme and not translate.paths_of(zero, own):
             said = "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path or tiermem.paths"
             yield "tiermem.grads", said
+        if own.activations is OffloadDevice.nvme and not translate.paths_of(zero, own):
+            said = "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path or tiermem.paths"
+            yield "tiermem.activations", said
+        if own.activations not in (None, OffloadDevice.cpu) and self.activation_checkpointing.cpu_checkpointing:
+            said = f"{own.activations.value} given, but activation_checkpointing.cpu_checkpointing is cpu; remove one"
+            yield "tiermem.activations", said
         if own.grads not in (None, OffloadDevice.none) and zero.stage == 0:
             yield "tiermem.grads", "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only"
         yield from translate.path_problems(zero, own)

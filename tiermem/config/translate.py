@@ -37,6 +37,7 @@ from tiermem.config.zero import OwnConfig, ZeroConfig
 from tiermem.policy import IoSettings, NvmePath, OffloadPolicy, Tier
 
 _POLICY_FIELDS = {field.name for field in dataclasses.fields(OffloadPolicy)}
+_TIERS = ("params", "optim", "grads", "activations")  # fields
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 # keys that may differ between ranks: in sections, and at the top
 _OF_A_RANK = ("nvme_path", "pin_memory", "paths", "disk_bytes", "measured", "timeout_s", "join_timeout_s", "engine")
@@ -75,7 +76,7 @@ def fields_of(config: ConfigModel) -> dict[str, Any]:
         value = sets.values.get(value, value)
         if value is None or (name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme):
             continue
-        if sets.field in ("params", "optim", "grads"):
+        if sets.field in _TIERS:
             value = Tier(value)
         fields[sets.field] = value // STATES_PER_TILE if sets.field == "tile_buffers" else value
     return fields
@@ -90,7 +91,7 @@ def named_by_keys(config: ConfigModel, found: Iterable[tuple[str, str]]) -> Iter
 
 def _set_by(model: type[ConfigModel], name: str) -> Sets | None:
     """The field of the policy that a key sets; those of "tiermem" have the names of their fields."""
-    if model is OwnConfig and name in _POLICY_FIELDS and name not in ("grads", "paths"):
+    if model is OwnConfig and name in _POLICY_FIELDS and name not in (*_TIERS, "paths"):
         return Sets(name)
     return next((each for each in model.model_fields[name].metadata if isinstance(each, Sets)), None)
 
@@ -103,9 +104,9 @@ def _device_of(section: ConfigModel) -> OffloadDevice:
 def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[NvmePath, ...]:
     """Lists the paths in use, each once; none when nothing goes to nvme.
 
-    They are those of `tiermem.paths`, else of the sections with device nvme, or of both when gradients go to nvme.
+    They are those of `tiermem.paths`, else of the sections with device nvme, or of both when gradients or activations do.
     """
-    if OffloadDevice.nvme not in (zero.param_device, zero.optimizer_device, own.grads):
+    if OffloadDevice.nvme not in (zero.param_device, zero.optimizer_device, own.grads, own.activations):
         return ()
     return united(own.paths or [path for paths in _section_paths(zero, own).values() for path in paths])
 
@@ -129,8 +130,10 @@ def path_problems(zero: ZeroConfig, own: OwnConfig) -> Iterator[tuple[str, str]]
 
 
 def _section_paths(zero: ZeroConfig, own: OwnConfig) -> dict[str, tuple[PathConfig, ...]]:
-    """The paths of the sections that are on nvme, or of both when gradients are; by key, where there are any."""
-    in_use = ((key, s.nvme_path) for key, s in _sections(zero) if OffloadDevice.nvme in (s.device, own.grads))
+    """The paths of the sections that are on nvme, or of both when gradients or activations are; by key, where there are any."""
+    in_use = (
+        (key, s.nvme_path) for key, s in _sections(zero) if OffloadDevice.nvme in (s.device, own.grads, own.activations)
+    )
     return {key: paths for key, paths in in_use if paths}
 
 

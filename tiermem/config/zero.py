@@ -41,6 +41,11 @@ class OwnConfig(ConfigModel):
     """Optimizer state kept in host memory although its home is NVMe."""
     grads: Annotated[OffloadDevice | None, Sets("grads", {"none": None})] = None
     """Tier of reduced gradients between backward and step. Not set: cpu when the budget has room, else nvme."""
+    activations: Annotated[OffloadDevice | None, Sets("activations", {"none": None})] = None
+    """Tier of the inputs of checkpointed blocks (torch.utils.checkpoint) between forward and backward: cpu, which moves them
+    where the maths runs on an accelerator, or nvme. Not set: as activation_checkpointing.cpu_checkpointing says."""
+    activation_bytes: Annotated[Bytes, Field(ge=1)] | None = None
+    """Most bytes of these inputs at their tier at once, on each rank; what does not fit stays, with a warning."""
     step_in_backward: bool = OffloadPolicy.step_in_backward
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
     on_nonfinite: OnNonfinite = OffloadPolicy.on_nonfinite
@@ -73,6 +78,30 @@ class OwnConfig(ConfigModel):
     """Longest wait for another rank before the run stops with an error, in seconds."""
     join_timeout_s: Annotated[Number, Field(gt=0.0)] = OffloadPolicy.join_timeout_s
     """Longest wait for all ranks to start, in seconds, where the process group is made here; no more than timeout_s."""
+
+
+# ---- activation_checkpointing ------------------------------------------------------------------------------------------
+#
+# The model itself says what it checkpoints, with torch.utils.checkpoint. The section says where that rests.
+
+
+class ActivationConfig(ConfigModel):
+    """`activation_checkpointing`: the inputs of blocks that the model checkpoints."""
+
+    section: ClassVar[str] = "activation_checkpointing"
+
+    cpu_checkpointing: Annotated[bool, Sets("activations", {True: OffloadDevice.cpu, False: None})] = False
+    """Keep inputs of checkpointed blocks in host memory between forward and backward; the same as tiermem.activations cpu."""
+    partition_activations: bool = False
+    """Partition activations over the ranks of a tensor-parallel group."""
+    contiguous_memory_optimization: bool = False
+    """Copy checkpointed activations to one buffer."""
+    number_checkpoints: Count | None = None
+    """Number of checkpointed blocks, for the size of that buffer."""
+    synchronize_checkpoint_boundary: bool = False
+    """Wait for the device at every checkpoint."""
+    profile: bool = False
+    """Log the time of each checkpoint."""
 
 
 # ---- checkpoint ------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.rules import LossScaler
 from tiermem.precision import DTYPES
 from tiermem.schedule import build_scheduler
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero import registry
 from tiermem.zero.access import apply_gathered
 from tiermem.zero.init_params import built_with
@@ -114,6 +115,22 @@ def _to_half(value: Any) -> Any:
 
 
 # ---- compiled forwards -----------------------------------------------------------------------------------------------
+
+
+def refuse_graphs(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises ValueError where torch.compile would capture CUDA graphs."""
+    mode, inductor = options.get("mode"), options.get("options") or {}
+    asks = {
+        f"backend={backend!r}": backend == "cudagraphs",
+        f"mode={mode!r}": mode in ("reduce-overhead", "max-autotune"),
+        "triton.cudagraphs": inductor.get("triton.cudagraphs", False),
+    }
+    for asked in (what for what, is_asked in asks.items() if is_asked):
+        raise ValueError(
+            f"compile: {asked} captures CUDA graphs, which read weights at the addresses of the capture; streamed weights have "
+            'another address after each fetch. Leave it out, take mode="max-autotune-no-cudagraphs", or keep all weights on '
+            "the device (no offload_param, on one rank)"
+        )
 
 
 class CompiledForwards:
@@ -357,12 +374,16 @@ class Engine(EngineCheckpoints, nn.Module):
     ) -> None:
         """Compiles the forward of every unit's module with torch.compile when it first runs: see CompiledForwards.
 
-        A second call does nothing. Raises ValueError for a schedule of passes and for compiled autograd: tiermem has neither.
+        A second call does nothing. Raises ValueError for a schedule of passes and for compiled autograd, which tiermem has not,
+        and for CUDA graphs where weights are streamed: a graph needs the addresses that it was captured with.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError("compile: there is no schedule of passes and no compiled autograd here; leave both out")
+        options = compile_kwargs or {}
+        if is_accelerator(self.device) and any(live.is_streamed for live in self.shards.units):
+            refuse_graphs(backend, options)
         if self._compiled is None:
-            self._compiled = CompiledForwards(self.shards.triggers, backend, compile_kwargs or {})
+            self._compiled = CompiledForwards(self.shards.triggers, backend, options)
 
     @property
     def is_compiled(self) -> bool:

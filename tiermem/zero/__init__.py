@@ -17,6 +17,7 @@ imports only files above it):
     packed          gathers and reductions of 8-bit blocks
     reduce          adds up buckets of gradients over ranks
     plan            bytes on every tier, computed before allocation
+    pools           the buffers of a plan, carved from the arena
     estimate        memory needs of a model that does not exist yet
     agreement       compares program, model and policy over ranks
     absent          what a parameter shows while its values are not in memory
@@ -28,12 +29,14 @@ imports only files above it):
     gradient_store  keeps gradients until the step
     gradients       takes gradients from autograd to that store
     backward_marks  hooks on tensors that tell how far backward is
+    activations     moves inputs of checkpointed blocks to HOST or NVMe
     hooks           connects forward and backward of modules to the rest
     init_params     parameters while a model is built
     settle          moves weights to where they rest
     shards          a sharded model
     access          whole parameters: GatheredParameters, generation
     tiled           layers cut into tiles
+    chunked_loss    a language model's loss, chunk by chunk
     init            zero.Init
     partition_parameters    names for programs that migrate
 """

@@ -39,7 +39,7 @@ from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import start, total
 from tiermem.zero.gradient_link import GradientPart
 from tiermem.zero.gradient_store import GradientStore, ShardedGrad
-from tiermem.zero.plan import Pools
+from tiermem.zero.pools import Pools
 from tiermem.zero.reduce import Bucket, Reducer, cut, predivided
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit

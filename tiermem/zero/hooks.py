@@ -43,6 +43,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from tiermem.swap.store import TensorStore
 from tiermem.zero.absent import RestingParameter, RestingView, without_loans
+from tiermem.zero.activations import Activations
 from tiermem.zero.backward_marks import (
     WeakCall,
     handed_back,
@@ -56,7 +57,7 @@ from tiermem.zero.backward_marks import (
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.prefetcher import Prefetcher, Use, Uses
 from tiermem.zero.unit import reads_weights_again
-from tiermem.zero.unit_state import LiveUnit
+from tiermem.zero.unit_state import LiveUnit, needed_by_module
 
 
 class Frame:
@@ -78,6 +79,7 @@ class Hooks:
         prefetcher: makes units present.
         homes: receives gradients.
         store: its recorder gets an event for every forward and backward of a unit.
+        activations: moves what checkpoints save; None: it stays.
     """
 
     def __init__(
@@ -88,8 +90,10 @@ class Hooks:
         prefetcher: Prefetcher[LiveUnit],
         homes: GradientHomes,
         store: TensorStore,
+        activations: Activations | None = None,
     ) -> None:
         self._root = root
+        self.activations = activations
         self._units = units
         self.prefetcher = prefetcher
         self._store = store
@@ -111,7 +115,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._by_param = {id(shard.param): live for live in units for shard in live.unit.shards}
         self._seen_params: set[int] = set()  # ids of parameters whose gradients show that a backward has begun
-        needed_by = _needed_by_module(root, triggers, self._by_param)
+        needed_by = needed_by_module(root, triggers, self._by_param)
         self._by_module = {
             module: _ModuleHooks(self, module, needed, is_inner=bool(needed) and module not in triggers)
             for module, needed in needed_by.items()
@@ -137,11 +141,13 @@ class Hooks:
         self.__deepcopy__(None)
 
     def remove(self) -> None:
-        """Removes every hook from the model."""
+        """Removes every hook from the model, and ends transfers of activations. Blocks for them."""
         for hooks in self._by_module.values():
             hooks.remove()
         while self._handles:
             self._handles.pop().remove()
+        if self.activations is not None:
+            self.activations.close()
 
     def add_need(self, module: nn.Module, live: LiveUnit) -> bool:
         """Registers that a module's forward needs a unit; returns False if it was registered already."""
@@ -232,6 +238,8 @@ class Hooks:
 
     def end_outermost(self, module: nn.Module, frame: Frame, output: Any, made: list[torch.Tensor]) -> None:
         """Ends the outermost call, also one that raised."""
+        if self.activations is not None:
+            self.activations.end()
         self._is_training_pass = False
         for tensor in tensors_in(output):
             if type(tensor) is RestingParameter and id(tensor) in self._by_param:
@@ -483,6 +491,8 @@ class _ModuleHooks:
         for live in self.needed:
             hooks.prefetcher.acquire(live)
         frame = hooks.enter(self.needed, args, kwargs, reads_weights_again(module))
+        if is_outermost and hooks.activations is not None:
+            hooks.activations.begin()
         self._frames[-1] = frame, is_outermost
         for each in self._inside:
             each._switch(1)
@@ -526,31 +536,6 @@ class _NoHooks:
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Does nothing."""
-
-
-def _needed_by_module(
-    root: nn.Module, triggers: dict[nn.Module, list[LiveUnit]], by_param: dict[int, LiveUnit]
-) -> dict[nn.Module, list[LiveUnit]]:
-    """The modules that get hooks, each with the units that its forward needs: see the module's docstring."""
-    found: dict[nn.Module, list[LiveUnit]] = {}
-
-    def visit(module: nn.Module) -> bool:
-        """Whether a module or one of its inner modules triggers units."""
-        is_around = sum(visit(child) for child in module.children()) > 0  # every child is visited
-        if module in triggers:
-            found[module] = list(triggers[module])
-        elif is_around:
-            found[module] = []
-        else:
-            units = {by_param[id(param)]: None for param in module.parameters() if id(param) in by_param}
-            streamed = [live for live in units if live.is_streamed]
-            if streamed:
-                found[module] = streamed
-        return is_around or module in triggers
-
-    visit(root)
-    found.setdefault(root, [])
-    return {module: found[module] for module in root.modules() if module in found}
 
 
 def _note_gradient(live: LiveUnit, param: torch.Tensor) -> None:

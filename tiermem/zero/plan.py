@@ -1,4 +1,4 @@
-"""Plan: computes the memory of a sharded model on every tier before anything is allocated, and carves its buffers."""
+"""Plan: computes the memory of a sharded model on every tier before anything is allocated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import free_and_total, is_accelerator
-from tiermem.swap.arena import Arena, Pool
 from tiermem.swap.ranges import round_up
 from tiermem.zero.gather import secondary_numel
 from tiermem.zero.packed import gathers_packed, wire_bytes
@@ -31,6 +30,10 @@ _LINK_BUFFERS = 2
 """One is filled by the accelerator while the other one's gradients are stored."""
 _PAGE = 4096
 BOUNCE_BYTES = 4 << 20
+ACTIVATION_CHUNK_BYTES = 1 << 20
+"""Activations move in pieces of this size."""
+_ACTIVATION_BUFFERS = 8
+"""Of one piece each, between activations and NVMe: enough to keep a disk busy."""
 
 _STATES = "optimizer states"
 
@@ -85,8 +88,12 @@ class Plan:
     links: Buffers  # gradients on their way from an accelerator
     sums: Buffers  # buckets of gradients during reductions
     tiles: Buffers  # tiles of optimizer states
+    activations: Buffers  # pieces of activations on their way to NVMe and back
     tile_numel: int
     resident_bytes: int  # most bytes of states that are kept on HOST although they rest on NVMe
+    activation_bytes: (
+        int  # room for activations that rest on HOST; 0: there are none, or the plan does not know how many
+    )
 
     def why_disk(self, policy: OffloadPolicy) -> str:
         """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for checkpoints."""
@@ -190,16 +197,18 @@ class _Maker:
         """The best plan with these units (by index) staying on the accelerator; None when none fits."""
         policy, budget, planner = self._policy, self._budget, self._planner(stays)
         for choice in planner.choices():
-            plan = planner.plan(*choice, resident_bytes=policy.resident_bytes or 0)
+            plan = planner.plan(choice, resident_bytes=policy.resident_bytes or 0)
             if self._fits(plan):
-                left = 0 if budget is None or policy.resident_bytes is not None else budget - plan.host_bytes - _PAGE
-                return planner.plan(*choice, resident_bytes=left) if left > 0 else plan
+                left = 0 if budget is None else budget - plan.host_bytes - _PAGE
+                if left > 0 and planner.wants_rest:
+                    return planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
+                return planner.plan(choice, left) if left > 0 and policy.resident_bytes is None else plan
         return None
 
     def refusal(self) -> str:
         """Says which budget no plan fits, with the rows of the smallest plan."""
         policy, planner, count = self._policy, self._planner(()), self._ranks_on_node
-        plans = [planner.plan(*choice, policy.resident_bytes or 0) for choice in planner.choices()]
+        plans = [planner.plan(choice, policy.resident_bytes or 0) for choice in planner.choices()]
         smallest = min(plans, key=lambda plan: plan.device_bytes)
         if policy.device_bytes is not None and smallest.device_bytes > policy.device_bytes:
             return (
@@ -313,6 +322,11 @@ class _Planner:
         self._homes = homes  # of streamed units, by index
         on_host = Tier.HOST if policy.optim is Tier.DEVICE and not is_gpu else policy.optim
         self._states: Tier = on_host  # tier of optimizer states; without an accelerator DEVICE means host memory
+        rests_on_host = is_gpu and policy.activations is Tier.HOST
+        self.wants_rest = (
+            rests_on_host and policy.activation_bytes is None
+        )  # activations get what is left of the budget
+        self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
 
     def choices(self) -> list[tuple[Tier | None, int, int, int]]:
         """Tuples (tier of gradients, unit buffers, tile buffers, elements of a tile), best first."""
@@ -329,8 +343,12 @@ class _Planner:
         buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in _USUAL_TILE_BUFFERS]
         return list(itertools.product(homes, counts, buffers, tiles))
 
-    def plan(self, grads: Tier | None, num_units: int, num_tiles: int, tile_numel: int, resident_bytes: int) -> Plan:
-        """The plan of one choice, also when it exceeds the budget."""
+    def plan(self, choice: tuple[Tier | None, int, int, int], resident_bytes: int, room_bytes: int = 0) -> Plan:
+        """The plan of one choice, also when it exceeds the budget.
+
+        room_bytes: HOST memory for activations, where the policy does not say how much.
+        """
+        grads, num_units, num_tiles, tile_numel = choice
         policy, sheet = self._policy, _Sheet()
         at_home = self._add_parameters(sheet)
         streamed = [u for u in self._units if u.index in self._homes]
@@ -351,6 +369,7 @@ class _Planner:
         num_sums = MOST_UNDER_WAY * (self._world > 1)
         sum_sizes = (largest_buffer(u, self._num_shards, policy.reduce_bucket_numel) for u in self._trainable)
         sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place)
+        activations, room_bytes = self._add_activations(sheet, room_bytes)
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen = self._add_frozen(sheet, at_home[Tier.NVME])
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
@@ -378,8 +397,10 @@ class _Planner:
             links=links,
             sums=sums,
             tiles=tiles,
+            activations=activations,
             tile_numel=tile_numel,
             resident_bytes=resident_bytes,
+            activation_bytes=room_bytes,
         )
 
     def _add_parameters(self, sheet: _Sheet) -> dict[Tier, list[Unit]]:
@@ -410,6 +431,22 @@ class _Planner:
             sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
         passes = home in (None, Tier.NVME)
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
+
+    def _add_activations(self, sheet: _Sheet, room_bytes: int) -> tuple[Buffers, int]:
+        """Adds the rows of activations; returns the buffers through which they pass, and their room on HOST."""
+        if not self._keeps_activations:
+            return Buffers(0, 0), 0
+        room_bytes = round_up(self._policy.activation_bytes or 0, ACTIVATION_CHUNK_BYTES) or (
+            room_bytes // ACTIVATION_CHUNK_BYTES * ACTIVATION_CHUNK_BYTES
+        )
+        home = self._policy.activations or Tier.HOST
+        why = f"inputs of checkpointed blocks rest on {home.name}"
+        sheet.add("activations", home, room_bytes, why, crosses_link=True)
+        count = _ACTIVATION_BUFFERS * (home is Tier.NVME)
+        buffers = sheet.buffers(
+            "activation", count, [ACTIVATION_CHUNK_BYTES], "on their way to NVME and back", self._is_gpu
+        )
+        return buffers, room_bytes * (home is Tier.HOST)
 
     def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> int:
         """Adds the rows of optimizer states; returns the bytes of states kept on HOST although they rest on NVMe."""
@@ -489,30 +526,3 @@ def _listed(plan: Plan, tier: Tier) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB"
-
-
-# ---- the buffers of a plan -------------------------------------------------------------------------------------------
-
-
-class Pools(NamedTuple):
-    """The buffers of `Plan`, under the same names; None: the plan has no such buffers."""
-
-    units: Pool | None
-    shards: Pool | None
-    gradients: Pool | None
-    links: Pool | None
-    sums: Pool | None
-    tiles: Pool | None
-    wires: Pool | None
-
-
-def carve(arena: Arena, plan: Plan) -> Pools:
-    """Takes all buffers of a plan that lie on HOST from the arena, which owns them until it is closed."""
-
-    def pool(name: str) -> Pool | None:
-        size, count = getattr(plan, name)
-        if not count or name in plan.on_device:
-            return None
-        return Pool(arena, size, count, name, crosses_link=name in ("shards", "links"))
-
-    return Pools(*map(pool, Pools._fields))

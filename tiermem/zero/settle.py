@@ -17,7 +17,8 @@ from tiermem.zero.collectives import share
 from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.zero.init_params import ParametersInInit
 from tiermem.zero.packed import PackedGather, gathers_packed
-from tiermem.zero.plan import Plan, Pools, keeps_initial_master, keeps_secondary
+from tiermem.zero.plan import Plan, keeps_initial_master, keeps_secondary
+from tiermem.zero.pools import Pools
 from tiermem.zero.quantised import pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
 from tiermem.zero.unit import Shard, Unit

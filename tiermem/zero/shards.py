@@ -40,6 +40,7 @@ from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import absent, registry
+from tiermem.zero.activations import make_activations
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
 from tiermem.zero.backward_marks import in_backward, made_by, tensors_in
 from tiermem.zero.collectives import exchange
@@ -48,7 +49,8 @@ from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
 from tiermem.zero.joining import join_ranks
-from tiermem.zero.plan import BOUNCE_BYTES, carve, check_card, make_plan
+from tiermem.zero.plan import BOUNCE_BYTES, check_card, make_plan
+from tiermem.zero.pools import carve
 from tiermem.zero.prefetcher import Prefetcher, first_order, limits_of
 from tiermem.zero.settle import check_model, move_buffers, release, settle, show_parts
 from tiermem.zero.state_layout import MASTER
@@ -507,13 +509,12 @@ class Shards:
         move_buffers(self.model, self.device)
         self.store.settle()
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
-        trainable = [u for u in units if u.is_trainable]
-        self.homes = GradientHomes(
-            trainable, self.plan.grads, self.store, self.topology, self.workers, pools, self.policy
-        )
+        policy, trainable = self.policy, [u for u in units if u.is_trainable]
+        self.homes = GradientHomes(trainable, self.plan.grads, self.store, self.topology, self.workers, pools, policy)
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
-        self.hooks = Hooks(self.model, live, self.units, self.prefetcher, self.homes, self.store)
+        activations = make_activations(self.model, self.units, self.plan, policy, self.store, pools.activations)
+        self.hooks = Hooks(self.model, live, self.units, self.prefetcher, self.homes, self.store, activations)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += widen_inputs(self.model, {u.dtype for u in units if u.is_widened})

@@ -435,3 +435,28 @@ def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> N
     with torch._C.DisableTorchFunctionSubclass():  # a resting parameter would ask its owner (absent.py)
         for param, tensor in zip(params, tensors, strict=True):
             param.data = tensor
+
+
+def needed_by_module(
+    root: nn.Module, triggers: dict[nn.Module, list[LiveUnit]], by_param: dict[int, LiveUnit]
+) -> dict[nn.Module, list[LiveUnit]]:
+    """The modules that get hooks, each with the units that its forward needs: see hooks.py."""
+    found: dict[nn.Module, list[LiveUnit]] = {}
+
+    def visit(module: nn.Module) -> bool:
+        """Whether a module or one of its inner modules triggers units."""
+        is_around = sum(visit(child) for child in module.children()) > 0  # every child is visited
+        if module in triggers:
+            found[module] = list(triggers[module])
+        elif is_around:
+            found[module] = []
+        else:
+            units = {by_param[id(param)]: None for param in module.parameters() if id(param) in by_param}
+            streamed = [live for live in units if live.is_streamed]
+            if streamed:
+                found[module] = streamed
+        return is_around or module in triggers
+
+    visit(root)
+    found.setdefault(root, [])
+    return {module: found[module] for module in root.modules() if module in found}

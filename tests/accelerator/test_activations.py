@@ -1,0 +1,151 @@
+"""Do inputs of checkpointed blocks leave the device, and come back in time? (Their bits: test_parity.py.)"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch.nn import functional as F
+from twins import batch, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+
+INPUT_BYTES = 40 * 50 * 31 * 4  # samples x tokens x width x fp32
+CHUNK = 1 << 20
+
+
+def train(folder: Path, num_blocks: int = 4, num_steps: int = 3, reentrant: bool = False, **fields: Any) -> Any:
+    """Trains a tower; yields the shards after each step."""
+    policy = OffloadPolicy(
+        **{"params": Tier.HOST, "optim": Tier.HOST, "paths": [folder], "persistence_numel": 0, "unit_buffers": 2}
+        | fields
+    )
+    model = seeded(lambda: zoo.Tower(checkpoint=reentrant, num_blocks=num_blocks))
+    with tiermem.shard(model, policy, device="sim") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(num_steps):
+            tokens, targets = (each.pin_memory().to("sim", non_blocking=True) for each in batch(step, 40, 50))
+            logits = model(tokens)
+            yield "forward", shards
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            del logits
+            loss.backward()
+            yield "backward", shards
+            optim.step()
+            optim.zero_grad()
+
+
+@pytest.mark.parametrize("schedule", ["at_once", "late"])
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=[pytest.mark.slow])])
+def test_the_peak_of_the_device_is_flat_in_depth(
+    reentrant: bool, home: Tier, schedule: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    """Between forward and backward the device has one input beside what a model of two blocks has; at the peak, too."""
+    peaks: dict[tuple[Tier | None, int], tuple[int, int]] = {}
+    sim.set_schedule(schedule)
+    for activations, num_blocks in [(None, 3), (None, 7), (home, 3), (home, 7)]:
+        gc.collect()  # what the model before has left
+        sim.synchronize()
+        sim.reset_peak_memory_stats("sim")
+        before, between = sim.memory_allocated("sim"), 0
+        for phase, _ in train(tmp_path, num_blocks, 2, reentrant, activations=activations):
+            if phase == "forward":
+                between = sim.memory_allocated("sim")
+        peaks[activations, num_blocks] = sim.max_memory_allocated("sim") - before, between - before
+    grows = [peaks[None, 7][i] - peaks[None, 3][i] for i in (0, 1)]
+    assert grows[1] >= 4 * INPUT_BYTES  # without a home every block adds one
+    for i in (0, 1):
+        assert peaks[home, 7][i] - peaks[home, 3][i] <= 0.1 * INPUT_BYTES, peaks
+        assert peaks[home, 3][i] <= peaks[None, 3][i], peaks
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_every_input_crosses_the_link_once_each_way_and_none_waits(home: Tier, sim: ModuleType, tmp_path: Path) -> None:
+    sim.set_schedule("late")
+    moved = []
+    for activations in (None, home):
+        for phase, _ in train(tmp_path, activations=activations):
+            waits, copies = sim.host_waits(), sim.copies()
+            sim.reset_counts()
+            if phase == "backward":
+                counts = copies["to_host_bytes"], copies["to_device_bytes"], copies["num_pageable"]
+            assert (waits["main"], waits["autograd"]) == (0, 0) or phase == "forward", waits  # the step waits before it
+        moved.append(counts)
+    assert moved[1][2] == moved[0][2] == 0  # nothing is pageable
+    assert moved[1][1] - moved[0][1] == 3 * INPUT_BYTES  # the last block's input is still there
+
+
+def test_a_room_that_is_too_small_keeps_inputs_on_the_device(
+    sim: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "tiermem"):
+        for _, shards in train(tmp_path, num_steps=1, activations=Tier.HOST, activation_bytes=2 * CHUNK):
+            [row] = [row for row in shards.plan.rows if row.what == "activations"]
+            assert (row.tier, row.num_bytes) == (Tier.HOST, 2 * CHUNK)
+    assert caplog.text.count("stays on sim:0, and so do others") == 1
+    assert "Raise activation_bytes" in caplog.text
+
+
+def test_a_budget_leaves_its_rest_to_activations(sim: ModuleType, tmp_path: Path) -> None:
+    for _, shards in train(tmp_path, num_steps=1, activations=Tier.HOST, host_bytes=64 << 20):
+        plan = shards.plan
+        assert 40 * CHUNK < plan.activation_bytes <= (64 << 20) - CHUNK
+        assert plan.host_bytes <= 64 << 20
+
+
+def test_a_tensor_that_several_blocks_share_stays(sim: ModuleType, tmp_path: Path) -> None:
+    """Masks: one tensor whatever the depth."""
+
+    class Masked(zoo.Tower):
+        def through(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            mask = self.mask if layer is not self.layers[0] else self.new_mask(x)
+            return zoo.recompute(lambda y, m: zoo.logits_of(layer(y)) * m, x, mask, use_reentrant=False)
+
+        def new_mask(self, x: torch.Tensor) -> torch.Tensor:
+            self.mask = torch.ones_like(x).detach()
+            return self.mask
+
+    model = seeded(lambda: Masked(checkpoint=False, num_blocks=4))
+    policy = OffloadPolicy(params=Tier.DEVICE, optim=Tier.HOST, activations=Tier.HOST)
+    with tiermem.shard(model, policy, device="sim"):
+        tokens = batch(0, 40, 50)[0].to("sim")
+        for _ in range(2):
+            sim.reset_counts()
+            model(tokens).sum().backward()
+            sim.synchronize()
+        assert sim.copies()["to_device_bytes"] <= 3 * INPUT_BYTES
+
+
+def test_cpu_checkpointing_sends_inputs_of_checkpointed_blocks_to_host(sim: ModuleType) -> None:
+    """From a config as DeepSpeed's users have it; partition_activations is accepted, and computed."""
+    moved = []
+    for section in ({}, {"cpu_checkpointing": True, "partition_activations": True}):
+        config = {
+            "train_micro_batch_size_per_gpu": 40,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu"},
+                "offload_optimizer": {"device": "cpu"},
+            },
+            "activation_checkpointing": section,
+        }
+        model = seeded(lambda: zoo.Tower(checkpoint=False, num_blocks=4))
+        engine, *_ = tiermem.initialize(model=model, config=config)
+        with engine.shards:
+            tokens, targets = (each.to(engine.device) for each in batch(0, 40, 50))
+            logits = engine(tokens)
+            sim.reset_counts()
+            engine.backward(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+            moved.append(sim.copies()["to_device_bytes"])
+            engine.step()
+            engine.close()
+    assert moved[1] - moved[0] == 3 * INPUT_BYTES
