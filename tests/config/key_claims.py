@@ -318,9 +318,6 @@ CLAIMS: dict[str, Claim] = {
     ),
     # tiermem
     "tiermem.host_bytes": Claim("1GiB", RUN + "test_host_bytes_is_what_the_arena_takes_at_most", {"host_bytes": 1 << 30}),
-    "tiermem.device_bytes": Claim(
-        "1GiB", "tests/accelerator/test_device_budget.py::test_units_that_stay_change_no_bit", {"device_bytes": 1 << 30}
-    ),
     "tiermem.disk_bytes": Claim("1GiB", RUN + "test_disk_bytes_is_what_the_files_take_at_most", {"disk_bytes": 1 << 30}),
     "tiermem.paths": Claim(
         ["/a"], "tests/zero/test_paths_of_ranks.py::test_states_within_the_caps_are_dealt_over_both_paths", {}, NVME_OPTIM
