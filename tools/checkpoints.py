@@ -209,7 +209,8 @@ def totals(rows: Sequence[Figures]) -> dict[str, int]:
     """Bytes of each state over all rows."""
     found: Counter[str] = Counter()
     for row in rows:
-        found.update(row["state_bytes"])
+        for state, num_bytes in row["state_bytes"].items():
+            found[state] += num_bytes
     return dict(found)
 
 
