@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.control import strip_control_codes
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from tiermem.checkpoint.format.fields import no_collection
@@ -207,7 +209,8 @@ def totals(rows: Sequence[Figures]) -> dict[str, int]:
     """Bytes of each state over all rows."""
     found: Counter[str] = Counter()
     for row in rows:
-        found.update(row["state_bytes"])
+        for state, num_bytes in row["state_bytes"].items():
+            found[state] += num_bytes
     return dict(found)
 
 
@@ -219,7 +222,7 @@ def _figures(source: Source, each: Parameter) -> Figures:
         **{name: getattr(each, name) for name in _OF_PARAMETER},
         "states": {state: source.kind(each.name, state) or "" for state in states},
         "state_bytes": sizes,
-        "files": tuple(dict.fromkeys(str(file) for state in states for file in source.files(each.name, state))),
+        "files": tuple(map(str, dict.fromkeys([file for state in states for file in source.files(each.name, state)]))),
         "num_bytes": sum(sizes.values()),
     }
 
@@ -241,7 +244,8 @@ def _print_tensors(rows: Sequence[Figures], manifest: Manifest, place: str, cons
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [f"{{:{'>' if place in (4, 5) else ''}{width}}}" for place, width in enumerate(widths[:-1])]
     form = "  ".join([*cells, "{}"])
-    console.out("\n".join(form.format(*line) for line in lines), highlight=False)  # rich's table: a minute for 100,000
+    text = strip_control_codes("".join(form.format(*line) + "\n" for line in lines))
+    console.print(Segments([Segment(text)]), crop=False, end="")  # a Text is split and wrapped line by line: seconds
     for file, mark in roots.items():
         console.print(f"{mark} {file}", style="dim")
     found = totals(rows)

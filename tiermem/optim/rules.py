@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -183,6 +184,7 @@ class Rule:
         return self.make_scalars(self.code, group, num_steps, factor, shape)
 
 
+@functools.cache
 def adam(is_decoupled: bool, amsgrad: bool = False) -> Rule:
     """Adam, or AdamW when weight decay is decoupled."""
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")

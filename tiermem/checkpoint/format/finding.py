@@ -119,9 +119,9 @@ class States:
         first_files = itertools.accumulate((len(part.files) for part in parts), initial=0)
         moved = [(rows_of_part(part), first) for part, first in zip(parts, first_files, strict=False)]
         rows = joined_rows([each._replace(file=each.file + first) for each, first in moved])
-        names = dict.fromkeys([key[:2] for key in rows.keys])
-        self.numbers = dict(zip(names, range(len(names)), strict=True))
-        number = np.array([self.numbers[key[:2]] for key in rows.keys], np.int64)[rows.key]
+        names = [key[:2] for key in rows.keys]
+        self.numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        number = np.array([self.numbers[name] for name in names], np.int64)[rows.key]
         order = np.lexsort((rows.start, number))
         self._table = np.stack(rows[1:], 1)[order]
         self.rows, self.number = Rows(rows.keys, *self._table.T), number[order]
@@ -222,23 +222,32 @@ def _check_due(manifest: Manifest, states: States, parameters: Mapping[str, Para
     for parameter in manifest.parameters:
         if (parameter.name, WEIGHT) not in states.numbers and parameter.numel:
             raise ManifestError(f"{source}: {parameter.name[:80]!r} has no weight")
+    wrong_form = functools.cache(_wrong_form)  # a model has few forms of states
+    dtypes, checksums = {name: each.dtype for name, each in parameters.items()}, manifest.checksums
     for (param, state), kind, num_bytes in zip(states.numbers, states.kinds, states.num_bytes, strict=True):
-        base, dtype, what = state.split(".")[0], parameters[param].dtype, f"{state} of {param[:80]!r}"
-        if base == WEIGHT and kinds.SCALES not in state and kind not in (dtype, kinds.PACKED):
-            raise ManifestError(f"{source}: {what}: is {kind}; the parameter is {dtype}")
-        is_split_of_other = kind == kinds.SPLIT and (base != MASTER or dtype != "bf16")
-        if is_split_of_other or (kind in kinds.OF_SCALES) != (kinds.SCALES in state):
-            raise ManifestError(f"{source}: {what}: is {kind}, which no such state is")
-        if kind in kinds.SCALED and (param, kinds.scales_of(state)) not in states.numbers:
-            raise ManifestError(f"{source}: {what} is in 8 bits and has no scales")
-        sums, due = manifest.checksums.get(param, {}).get(state), -(-num_bytes // CHECKSUM_BYTES)
+        wrong, due = wrong_form(state, kind, dtypes[param]), -(-num_bytes // CHECKSUM_BYTES)
+        sums = checksums[param].get(state) if param in checksums else None
+        if wrong is None and kind in kinds.SCALED and (param, kinds.scales_of(state)) not in states.numbers:
+            wrong = " is in 8 bits and has no scales"
+        if wrong is not None:
+            raise ManifestError(f"{source}: {state} of {param[:80]!r}{wrong}")
         if sums is None or len(sums) != due:
-            has = "no" if sums is None else len(sums)
+            has, what = "no" if sums is None else len(sums), f"{state} of {param[:80]!r}"
             raise ManifestError(f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} bytes")
-    for param, sums_of in manifest.checksums.items():
-        for state in sums_of:
-            if (param, state) not in states.numbers:
-                raise ManifestError(f"{source}: checksums: {param[:80]!r} has no {state[:80]!r}")
+    if sum(map(len, checksums.values())) > len(states.numbers):
+        param, state = next((p, s) for p, found in checksums.items() for s in found if (p, s) not in states.numbers)
+        raise ManifestError(f"{source}: checksums: {param[:80]!r} has no {state[:80]!r}")
+
+
+def _wrong_form(state: str, kind: str, dtype: str) -> str | None:
+    """What is wrong with a kind for a state of a parameter of this dtype."""
+    base = state.split(".")[0]
+    if base == WEIGHT and kinds.SCALES not in state and kind not in (dtype, kinds.PACKED):
+        return f": is {kind}; the parameter is {dtype}"
+    is_split_of_other = kind == kinds.SPLIT and (base != MASTER or dtype != "bf16")
+    if is_split_of_other or (kind in kinds.OF_SCALES) != (kinds.SCALES in state):
+        return f": is {kind}, which no such state is"
+    return None
 
 
 # ---- the paths of a checkpoint's files -------------------------------------------------------------------------------

@@ -151,9 +151,8 @@ class Source:
 
     def files(self, param: str, state: str) -> tuple[Path, ...]:
         """The files that hold a state, in the order of its elements."""
-        return tuple(
-            dict.fromkeys([self._paths[number] for number in self._saved.files_of(self._states[param][state])])
-        )
+        found = [self._paths[number] for number in self._saved.files_of(self._states[param][state])]
+        return tuple(found if len(found) == 1 else dict.fromkeys(found))
 
     def bytes_of(self, param: str, state: str) -> int:
         """Bytes of a state in its stored form."""

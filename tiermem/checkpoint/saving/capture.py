@@ -193,12 +193,13 @@ def _states(shards: Shards, live: LiveUnit, shard: Shard, plan: Any, is_on_nvme:
         if (tile.home is Tier.NVME) != is_on_nvme:
             continue
         first, in_tile = elements.first_element(shards.topology.shard_rank), tile.place_of(elements).start
+        numel = elements.numel
         for each in plan(tile, names):
             before = each.bytes_of(first)
             if each.grain_numel > 1:  # scales, whose blocks of 64 start anew on each rank
                 before = _scales_before(shards, shard, each.kind) + each.bytes_of(elements.start)
             place = each.holder, each.offset + each.bytes_of(in_tile)
-            yield Stretch(shard.name, each.state, each.kind, first, elements.numel, before, place)
+            yield Stretch(shard.name, each.state, each.kind, first, numel, before, place)
 
 
 def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:

@@ -6,7 +6,7 @@ import array
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -136,13 +136,16 @@ def run_of(start: int, tensors: Sequence[torch.Tensor], workers: Workers | None)
     return run
 
 
-def checksums(runs: Sequence[Run], what: str) -> tuple[int, ...]:
-    """The checksum of every block of a state. Raises RuntimeError unless the runs hold every byte exactly once."""
-    found = joined(runs) if len(runs) != 1 else runs
-    if len(found) != 1 or found[0].start:
-        places = ", ".join(f"{run.start} to {run.start + run.num_bytes}" for run in found[:4])
-        raise RuntimeError(f"{what}: bytes {places} are saved; a state is saved once and whole")
-    return tuple(found[0].crcs)
+def checksums(runs: Sequence[Sequence[Any]], *what: str) -> tuple[int, ...]:
+    """The checksum of every block of a state, from runs or lists of their values.
+
+    Raises RuntimeError unless the runs hold every byte exactly once; its text begins with the words `what`.
+    """
+    found = joined(map(Run._make, runs)) if len(runs) != 1 else runs
+    if len(found) != 1 or found[0][0]:
+        places = ", ".join(f"{start} to {start + num_bytes}" for start, num_bytes, _ in found[:4])
+        raise RuntimeError(f"{' '.join(what)}: bytes {places} are saved; a state is saved once and whole")
+    return tuple(found[0][2])
 
 
 class Group(NamedTuple):
@@ -179,11 +182,11 @@ class Resting:
         seen: dict[int, tuple[int, object]] = {}  # by the holder's id; it keeps the holder
         for param, state, kind, start, numel, first_byte, place in stretches:
             holder, offset = place if type(place) is tuple else ("", 0)  # a function returns its bytes
-            if id(holder) not in seen:
+            if (known := seen.get(id(holder))) is None:
                 name = holder if isinstance(holder, str) else holder.data_ptr()
-                seen[id(holder)] = held.setdefault(name, (len(held), holder))[0], holder
-            number, _ = seen[id(holder)]
-            numbers.extend((number, offset, keys.setdefault((param, state, kind), len(keys)), start, numel, first_byte))
+                known = seen[id(holder)] = held.setdefault(name, (len(held), holder))[0], holder
+            key = keys.setdefault((param, state, kind), len(keys))
+            numbers.extend((known[0], offset, key, start, numel, first_byte))
         self.keys, self.held = list(keys), [holder for _, holder in held.values()]
         self.entries = [holder for holder in self.held if isinstance(holder, str)]
         table = np.array(numbers, np.int64).reshape(-1, 6)

@@ -100,8 +100,8 @@ def manifest_of(
     )
     sums: dict[str, dict[str, list[Run]]] = {}
     for each in told:
-        for param, state, runs in each["sums"]:
-            sums.setdefault(param, {}).setdefault(state, []).extend(map(Run._make, runs))
+        for param, state, runs in each["sums"]:  # of other ranks a run is a list
+            sums.setdefault(param, {}).setdefault(state, []).extend(runs)
     return Manifest(
         run_id=run_id,
         commit=commit,
@@ -113,7 +113,7 @@ def manifest_of(
         parameters=tuple(content.parameters),
         excluded=tuple(content.excluded),
         checksums={
-            param: {state: checksums(found, f"{state} of {param}") for state, found in states.items()}
+            param: {state: checksums(found, state, "of", param) for state, found in states.items()}
             for param, states in sums.items()
         },
         **{"choices": {}, **content.values},
