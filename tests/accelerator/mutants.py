@@ -140,9 +140,6 @@ MUTANTS = {
     "an input is let go before it has left": Mutant(
         _Input, "let_go", "self._passing.settle()", "self._passing.ended = None", "activations_on_host", "host"
     ),
-    "an input that is coming is let go with its graph": Mutant(
-        _Passing, "__del__", "self.tensor.record_stream(self.stream)", "pass", "activations_of_reentrant_blocks", "host"
-    ),
     "two inputs have one home": Mutant(
         _HostRoom, "take", "self._free.pop()", "self._free[-1]", "activations_on_host", "host"
     ),
