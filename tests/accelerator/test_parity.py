@@ -28,7 +28,8 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 OTHERS = [home for home in HOMES if home != "nvme"]
 EVERY = [(name, home) for name in PROGRAMS for home in HOMES]
-FEW = {(name, home) for i, name in enumerate(PROGRAMS) for home in ("nvme", OTHERS[i % len(OTHERS)])}
+FEW = {(name, "nvme") for name in PROGRAMS}
+FEW |= {(name, OTHERS[i % len(OTHERS)]) for i, name in enumerate(list(PROGRAMS)[::2])}
 
 
 def run(name: str, home: str, device: str, folder: Path) -> Found:

@@ -91,7 +91,8 @@ def test_the_readmes_lines_init_with_initialize_and_generate_run_whole(sim: Modu
     assert "all ran" in python("-c", LINES.format(folder=str(tmp_path)), TIERMEM_SIM_SCHEDULE="late")
 
 
-@pytest.mark.parametrize("offload", ["nvme", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/gpu/test_train_command.py trains in `make test`
+@pytest.mark.parametrize("offload", ["nvme", "cpu"])
 def test_train_and_resume_run_whole(offload: str, sim: ModuleType, tmp_path: Path) -> None:
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps(SHAPE))
