@@ -1,13 +1,14 @@
 """A checkpoint made by hand: states given as tensors, dealt over ranks, cut into pieces and strewn over files.
 
 `write` makes what an import would: DIR/latest, DIR/<tag>/ with a manifest, parts and data files. `latest_of` and `rewrite` read
-and change small files.
+and change small files; `flip` changes one bit of any file.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -139,3 +140,14 @@ class _Files:
         name = part_name(commit, self._rank)
         (self._folder / name).write_bytes(text)
         return PartFile(self._rank, ".", name, len(text), crc32c_of_text(text))
+
+
+def flip(file: Path, offset: int, bit: int = 0) -> None:
+    """Turns one bit of a file, durably."""
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ (1 << bit)]))
+        opened.flush()
+        os.fsync(opened.fileno())

@@ -18,8 +18,8 @@ REDESIGNED = {"files": 162, "lines": 28138, "file": 396}
 
 ADDED = {
     "Hugging Face, Accelerate, DeepSpeed's names": (9, 1012),
-    "copies that hide, the budget of a device, activations that move": (6, 1136),
-    "compute precision, vector kernels, memory nodes, answers to wrong commands": (4, 865),
+    "copies that hide, the budget of a device, activations that move": (6, 1126),
+    "compute precision, vector kernels, memory nodes, answers to wrong commands": (4, 860),
     "many small states in fewer passes, the peak of zero.Init": (0, 126),
     "views of weights that have gone": (0, 23),
 }

@@ -60,9 +60,7 @@ def plan(options: PlanOptions, console: Console) -> int:
         print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
     shape, config = _shape(options), _config(options)
-    if (
-        options.flops is None and options.gpu_bytes is None
-    ):  # the maths is measured here, in the dtype that is best here
+    if options.flops is None and options.gpu_bytes is None:  # measured here, in the dtype that is best here
         config, _ = settle_compute(config, shape)
     with console.status("measuring this machine"):
         rates, compute, sources = _speed(options, shape, config)

@@ -110,10 +110,7 @@ def _check_memory(job: Job, console: Console) -> None:
     if job.memory_limit_bytes is None or job.memory_limit_bytes >= least:
         return
     with console.status("looking for the smallest --memory that works"):
-        from tiermem.swap.accelerator import (
-            find_device,
-            is_accelerator,
-        )  # imports torch, which the launcher does without
+        from tiermem.swap.accelerator import find_device, is_accelerator  # torch: the launcher does without
         from tiermem.tools.planned import INTERPRETER, check_cap
         from tiermem.tools.prediction import settle_compute
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_by_hand import flip
 from twins import Tower, loss_of, seeded
 
 import tiermem
@@ -51,11 +52,7 @@ def test_a_flipped_bit_of_a_weight_is_named_before_the_device_sees_it(
         assert live.entry is not None
         shards.prefetcher.empty()
         [extent] = shards.store._entries[live.entry].nvme_home().extents[:1]
-        with open(shards.store._files.segment_of(extent).file, "r+b") as file:
-            file.seek(extent.offset + 100)
-            byte = file.read(1)
-            file.seek(extent.offset + 100)
-            file.write(bytes([byte[0] ^ 4]))
+        flip(shards.store._files.segment_of(extent).file, extent.offset + 100)
         with pytest.raises(CorruptionError, match=r"layers\.2"):
             loss_of(model, 1, "sim")
     assert helpers() == [] and sim.registered().num_ranges == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from saved_by_hand import pieces_of, write
+from saved_by_hand import flip, pieces_of, write
 
 from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.checkpoint.format.finding import NothingSaved
@@ -89,14 +89,6 @@ def two_tags(where: Path) -> None:
     write(where, states(), "old", world=2, commit=1, step=10)
     os.utime(where / "old" / "manifest-1.json", (1, 1))
     write(where, states(), "new", world=2, most_numel=70_001, commit=2, step=20)
-
-
-def flip(file: Path, offset: int) -> None:
-    with open(file, "r+b") as stream:
-        stream.seek(offset)
-        byte = stream.read(1)[0]
-        stream.seek(offset)
-        stream.write(bytes([byte ^ 4]))
 
 
 def test_a_flipped_bit_is_named_and_the_older_step_is_whole(tmp_path: Path) -> None:

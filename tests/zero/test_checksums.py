@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import launch
+from saved_by_hand import flip
 from summed_states import model, policy, summed, train
 
 import tiermem
@@ -54,16 +55,6 @@ def on_disk(shards: Shards, entry: str) -> tuple[Path, int, int]:
     whole = file.read_bytes()
     assert whole.count(data) == 1
     return file, whole.index(data), num_bytes
-
-
-def flip(file: Path, offset: int, bit: int = 0) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([byte ^ (1 << bit)]))
-        opened.flush()
-        os.fsync(opened.fileno())
 
 
 # ---- every bit is somebody's ---------------------------------------------------------------------------------------------

@@ -39,12 +39,10 @@ def test_values_are_those_of_rank_0_whatever_the_threshold(
 def test_peak_of_a_rank_is_its_parts_and_a_unit_or_the_cache(
     width: int, num_blocks: int, launched: list[dict[str, Any]]
 ) -> None:
-    unit_bytes = width**2 * 4
+    unit_bytes, cache_bytes = width**2 * 4, 16 * MIB
     allowed = (
         num_blocks * unit_bytes // len(launched)  # this rank's parts
-        + max(
-            unit_bytes, 16 * MIB
-        )  # the unit under construction, or parameters awake for the initialisation (the cache)
+        + max(unit_bytes, cache_bytes)  # the unit under construction, or parameters awake for the initialisation
         + unit_bytes  # the one before it, which a thread of gloo may hold for a moment after its broadcast has ended
         + 4 * MIB  # freed blocks that the C library has not given back yet
         + 4 * MIB  # slack: modules, messages, pages of the heap that are partly used

@@ -239,9 +239,7 @@ class _DiskRoom:
         self, work: Callable[[_Passing, _Extent, torch.Event | None], None], passing: _Passing, home: _Extent
     ) -> None:
         ready = None if self._stream is None else record(current_stream(self._device))
-        given = [
-            passing
-        ]  # taken out by the thread, so that its queue does not hold the tensor after the result is there
+        given = [passing]  # the thread takes it out: its queue must not hold the tensor after the result is there
         passing.work = home.work = self._thread.submit(lambda: work(given.pop(), home, ready))
 
     def _next(self) -> Slot:
@@ -456,9 +454,7 @@ class Activations:
 def _unpack(saved: torch.Tensor | _Input) -> torch.Tensor:
     if isinstance(saved, _Input):
         return saved.take()
-    if (
-        type(saved) is RestingParameter
-    ):  # torch gives the checkpoint a plain tensor of its memory, which shows absent values
+    if type(saved) is RestingParameter:  # torch gives the checkpoint a plain tensor of its memory, with absent values
         owner: Owner | None = registry.owner_of(saved)
         if owner is not None and owner.may_lend:
             owner.take_out(saved)  # in backward: present until its end

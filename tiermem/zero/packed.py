@@ -64,9 +64,8 @@ class PackedGather(Gather):
         assert shard is not None
         self._wire = _Wire(self._topology, self._unit, self._pool, self._full.device)
         if self._unit.is_packed:
-            self._wire.mine.copy_(
-                shard[: self._wire.mine.numel()], non_blocking=True
-            )  # the shard is padded to whole pages
+            unpadded = shard[: self._wire.mine.numel()]
+            self._wire.mine.copy_(unpadded, non_blocking=True)
         else:
             numel = self._unit.packed_numel
             pack_into(self._wire.mine, numel, shard[:numel].to(self._full.device, non_blocking=True))

@@ -323,9 +323,7 @@ class _Planner:
         on_host = Tier.HOST if policy.optim is Tier.DEVICE and not is_gpu else policy.optim
         self._states: Tier = on_host  # tier of optimizer states; without an accelerator DEVICE means host memory
         rests_on_host = is_gpu and policy.activations is Tier.HOST
-        self.wants_rest = (
-            rests_on_host and policy.activation_bytes is None
-        )  # activations get what is left of the budget
+        self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
 
     def choices(self) -> list[tuple[Tier | None, int, int, int]]:

@@ -149,11 +149,8 @@ class LiveUnit:
         slot = self._take_stage().slot if self.is_staged else self.memory.take_slot()
         if passage.copies is None:
             first = 0 if self.is_staged or not self.unit.is_widened else self.unit.full_bytes - self.unit.shard_bytes
-            priority, ranges = (
-                URGENT if is_urgent else NORMAL,
-                [(self.entry, 0, slot.tensor[first : first + num_bytes])],
-            )
-            self._coming = passage.store.read(ranges, self.entry, priority)
+            ranges = [(self.entry, 0, slot.tensor[first : first + num_bytes])]
+            self._coming = passage.store.read(ranges, self.entry, URGENT if is_urgent else NORMAL)
         else:
             assert self._stage is not None
             if self._gather is None:
