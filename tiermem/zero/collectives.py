@@ -67,7 +67,7 @@ def swap_rows(
 #     start    hands a collective to torch.distributed and returns at once with a Pending
 #     call     does the same and waits
 #     total    sums float64 tensors over the ranks that hold different parts
-#     share    copies one rank's tensor to all ranks
+#     share    copies one rank's tensor to all ranks; share_parts: to each rank its part
 #     exchange gives every rank the strings of all ranks; exchange_digests: bytes of one length
 #
 # torch.distributed does the work (NCCL on GPUs, gloo on CPUs). The sequence of calls depends only on the program's
@@ -210,6 +210,29 @@ def share(topology: Topology, value: torch.Tensor, what: str, rank: int = 0) -> 
     """Overwrites a tensor with the one of rank `rank` of the group. Blocks; does nothing when there is one rank."""
     if topology.group is not None and value.numel():
         call(topology, what, dist.broadcast, value, dist.get_global_rank(topology.group, rank))
+
+
+def share_parts(topology: Topology, value: torch.Tensor, places: Sequence[int], what: str) -> None:
+    """Overwrites this rank's part of a contiguous tensor with rank 0's values. Blocks; raises RankLost.
+
+    Between CPUs each rank is sent its part alone. Other backends send the whole, which then is rank 0's.
+
+    Args:
+        places: the part that each rank of the group keeps, in the order of ranks.
+    """
+    group = topology.group
+    if group is None or not sends_directly(group, value.device):
+        share(topology, value, what)
+        return
+    rows = value.view(-1).split(max(1, -(-value.numel() // topology.num_shards)))
+    me, works = group.rank(), list[Any]()
+    with explaining(topology, what):
+        for rank in range(1, group.size()):
+            if me in (0, rank) and places[rank] < len(rows):
+                call_of = group.send if me == 0 else group.recv
+                works.append(call_of([rows[places[rank]]], rank if me == 0 else 0, REDUCE_TAG - 1))
+    topology.traffic.add("send", what, value.nbytes, "world")
+    Pending(topology, what, [works], [value]).wait()
 
 
 def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:

@@ -23,7 +23,7 @@ from tiermem.swap.stream import Bounce
 from tiermem.zero import absent, registry
 from tiermem.zero.absent import ZeroParamStatus, absent_part, become, describe, mark
 from tiermem.zero.agreement import agree
-from tiermem.zero.collectives import share
+from tiermem.zero.collectives import exchange, share_parts
 from tiermem.zero.gather import assemble
 from tiermem.zero.topology import Topology, paths_of_rank
 
@@ -162,6 +162,7 @@ class ParametersInInit:
         part = absent_part((part_numel,), value.dtype)
         describe(param, self._num_admitted, value.shape, part, ZeroParamStatus.NOT_AVAILABLE)
         weakref.finalize(param, self._forget, kept)
+        del value  # the last name of the values but the parameter: `_sleep` frees them, then trims the heap
         self._sleep(param)
 
     def admit_new(self, params: Iterable[nn.Parameter]) -> None:
@@ -213,13 +214,18 @@ class ParametersInInit:
             self._put(kept, self._of_rank_0(param.detach()))
 
     def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values of a tensor that every rank holds. Collective when there are several ranks; blocks."""
+        """A tensor whose part that this rank keeps has rank 0's values. Collective when there are several ranks; blocks."""
         if self.topology.group is None or value.is_meta or value.numel() == 0:
             return value
         value = value.contiguous()
         value = value if is_accelerator(value.device) else value.to(self.topology.control_device)
-        share(self.topology, value, "sharing initial values")
+        share_parts(self.topology, value, self._places, "sharing initial values")
         return value
+
+    @functools.cached_property
+    def _places(self) -> list[int]:
+        """The part that each rank keeps, in the order of ranks. Collective the first time; blocks."""
+        return [int(place) for place in exchange(self.topology, str(self.topology.shard_rank))]
 
     def finish(self, dtype: torch.dtype | None) -> None:
         """Ends building: all parameters sleep, and show the dtype that they will have."""
