@@ -195,6 +195,9 @@ def test_measured_takes_fp32_where_products_at_rest_are_slow(monkeypatch: pytest
     assert "0.4 GFLOP/s in bfloat16 and 60.0 GFLOP/s in float32, so bfloat16 is 150 times slower" in choice.why
     assert choice_of(tower(torch.float32)).dtype == "storage"
     assert choice_of(tower(), stage=2).dtype == "storage"
+    assert (
+        choice_of(nn.ParameterList([torch.ones(64, dtype=torch.bfloat16)])).dtype == "storage"
+    )  # nothing is multiplied
     pretend(monkeypatch, 40e9, 60e9)
     assert choice_of(tower()).dtype == "storage"
 

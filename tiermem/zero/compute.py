@@ -131,6 +131,8 @@ def choose_compute(model: nn.Module, policy: OffloadPolicy, device: torch.device
     if common not in _HALVES or is_accelerator(device) or any(against_widening(policy)):
         return ComputeChoice("storage", "products in the dtype at rest")
     shapes = [tuple(whole_shape(p)) for p in model.parameters() if p.dtype is common]
+    if all(len(shape) < 2 for shape in shapes):
+        return ComputeChoice("storage", "no weight is a matrix")
     products = measure_products(shapes, common)
     if products.is_slow:
         return ComputeChoice(
