@@ -10,11 +10,12 @@ import peft
 import safetensors.torch
 import torch
 import zoo
-from faces import Face, Found, Program, fit
+from faces import Face, Found, Program, Sharded, fit
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from twins import loss_of
 
+from tiermem.integrations.peft import merge_and_unload
 from tiermem.zero import GatheredParameters
 
 
@@ -28,12 +29,19 @@ def adapted(**fields: Any) -> Any:
     return model
 
 
+NUM_STEPS = 10
+
+
+def train(face: Face, model: Any) -> Found:
+    return fit(face, model, loss_of, num_steps=NUM_STEPS)
+
+
 def lora(face: Face) -> Found:
-    return fit(face, adapted(target_modules=["q_proj", "v_proj", "down_proj"]), loss_of)
+    return train(face, adapted(target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
 def lora_with_trained_head(face: Face) -> Found:
-    return fit(face, adapted(target_modules="all-linear", modules_to_save=["lm_head"]), loss_of)
+    return train(face, adapted(target_modules="all-linear", modules_to_save=["lm_head"]))
 
 
 def lora_on_a_bf16_base(face: Face) -> Found:
@@ -41,12 +49,12 @@ def lora_on_a_bf16_base(face: Face) -> Found:
     for name, param in model.named_parameters():
         if "lora_" in name:
             param.data = param.data.float()
-    return fit(face, model, loss_of)
+    return train(face, model)
 
 
 def dora(face: Face) -> Found:
     """Its magnitude is a norm of the frozen weight, which is used outside of the Linear's own forward."""
-    return fit(face, adapted(use_dora=True), loss_of)
+    return train(face, adapted(use_dora=True))
 
 
 def adapter_switched_off(face: Face) -> Found:
@@ -84,10 +92,59 @@ def two_adapters_in_turn(face: Face) -> Found:
     return {"losses": losses, "weights": face.weights(model)}
 
 
+def adapters_switched(face: Face) -> Found:
+    """Both train from the start; peft freezes the one that is not active."""
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    both = [param for name, param in model.named_parameters() if "lora_" in name]
+    for param in both:
+        param.requires_grad_(True)
+    model = face.shard(model)
+    optim, losses = face.adamw(both), []
+    for step in range(NUM_STEPS):
+        model.set_adapter(["default", "second"][step // 2 % 2])
+        loss = loss_of(model, face.sample(step))
+        loss.backward()
+        face.step(optim)
+        losses.append(loss.item())
+    model.base_model.set_adapter(["default", "second"])
+    return {"losses": [*losses, loss_of(model, 77).item()], "weights": face.weights(model)}
+
+
+def adapters_added_after_sharding(face: Face) -> Found:
+    """To a model, and a second one to the adapted model; they are ordinary parameters, which start as rank 0's."""
+    base = face.shard(zoo.llama().requires_grad_(False))
+    torch.manual_seed(11 + face.rank * isinstance(face, Sharded))
+    model: Any = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
+    found = [train_ordinary(face, model, range(NUM_STEPS))]
+    torch.manual_seed(12 + face.rank * isinstance(face, Sharded))
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    model.set_adapter("second")
+    found.append(train_ordinary(face, model, range(NUM_STEPS, NUM_STEPS + 3)))
+    model.delete_adapter("default")
+    with model.disable_adapter():
+        found.append([loss_of(model, 77).item()])
+    return {
+        "losses": found,
+        "weights": face.weights(model),
+        "kept": peft.get_peft_model_state_dict(model, None, "second"),
+    }
+
+
+def train_ordinary(face: Face, model: Any, steps: range) -> list[float]:
+    optim, losses = face.adamw([p for p in model.parameters() if p.requires_grad]), []
+    for step in steps:
+        loss = loss_of(model, face.sample(step))
+        loss.backward()
+        face.step(optim)
+        losses.append(loss.item())
+    return losses
+
+
 def adapters_saved(face: Face) -> Found:
     """Every rank gathers, rank 0 writes; the file holds the adapters alone."""
     model = adapted(target_modules=["q_proj", "v_proj"])
-    found = fit(face, model, loss_of)
+    found = train(face, model)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, is_main_process=face.rank == 0)
         file = Path(folder) / "adapter_model.safetensors"
@@ -97,7 +154,7 @@ def adapters_saved(face: Face) -> Found:
 def adapters_put_back(face: Face) -> Found:
     """What was taken out of a model is put into it again after more training, and it does as it did."""
     model = adapted()
-    found = fit(face, model, loss_of)
+    found = train(face, model)
     kept = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
     before = loss_of(model, 77).item()
     with GatheredParameters(trained(model), modifier_rank=0), torch.no_grad():
@@ -111,7 +168,7 @@ def adapters_put_back(face: Face) -> Found:
 def adapters_merged(face: Face) -> Found:
     """Into the frozen base and out of it again, with the weights gathered."""
     model = adapted()
-    found = fit(face, model, loss_of)
+    found = train(face, model)
     losses = [loss_of(model, 77).item()]
     with GatheredParameters(list(model.parameters()), modifier_rank=0):
         model.merge_adapter()
@@ -122,6 +179,26 @@ def adapters_merged(face: Face) -> Found:
     losses.append(loss_of(model, 77).item())
     assert any(isinstance(module, LoraLayer) for module in model.modules())
     return found | {"losses after": losses, "merged": merged}
+
+
+def merged_and_unloaded(face: Face) -> Found:
+    """The adapters go into the base, a layer at a time, and the model is an ordinary one; it may get new ones."""
+    found = {}
+    for name, fields in {"lora": {"modules_to_save": ["lm_head"]}, "dora": {"use_dora": True}}.items():
+        model = adapted(target_modules=["q_proj", "down_proj"], **fields)
+        found[name] = train(face, model)
+        base = merge_and_unload(model)
+        assert not any(isinstance(module, LoraLayer) for module in base.modules())
+        found[f"{name}, merged"] = [loss_of(base, 77).item(), face.weights(base)]
+    return found
+
+
+def merged_by_peft_itself(face: Face) -> Found:
+    model = adapted(target_modules=["q_proj", "down_proj"])
+    found = train(face, model)
+    with GatheredParameters(list(model.parameters()), modifier_rank=0):
+        base = model.merge_and_unload(safe_merge=True)
+    return found | {"loss": loss_of(base, 77).item(), "merged": face.weights(base)}
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -140,5 +217,9 @@ PROGRAMS: dict[str, Program] = {
         adapters_saved,
         adapters_put_back,
         adapters_merged,
+        adapters_switched,
+        adapters_added_after_sharding,
+        merged_and_unloaded,
+        merged_by_peft_itself,
     )
 }

@@ -11,7 +11,9 @@ from program_list import HOMES, policy_of
 
 pytest.importorskip("peft")
 
-from peft_programs import PROGRAMS
+from peft_programs import PROGRAMS, adapted
+
+import tiermem
 
 HERE = Path(__file__).parent
 Differences = dict[tuple[str, str], list[str]]
@@ -37,3 +39,12 @@ def test_peft_adapters_do_as_in_plain_pytorch(name: str, home: str, tmp_path: Pa
 def test_peft_adapters_do_so_on_two_ranks(name: str, home: str, on_two_ranks: list[Differences]) -> None:
     for differences in on_two_ranks:
         assert differences[name, home] == []
+
+
+def test_merging_by_peft_alone_is_refused_with_the_alternative(tmp_path: Path) -> None:
+    model = adapted()
+    with (
+        tiermem.shard(model, policy_of("nvme", tmp_path)),
+        pytest.raises(RuntimeError, match=r"Write under tiermem.zero.GatheredParameters\(parameter, modifier_rank=0\)"),
+    ):
+        model.merge_and_unload()

@@ -16,12 +16,16 @@ the same sequence:
     the end        one exchange finds which parameters have a gradient on any rank (the others have none and are not stepped),
                    and which units have late gradients on any rank; those units are reduced once more
 
+    added          at the end as well: ordinary parameters that were added to the model after it was sharded, such as adapters.
+                   Their gradients stay in `p.grad`, whole, as the mean over the ranks, as under DistributedDataParallel
+
 Afterwards `p.grad` holds a ShardedGrad (gradient_store.py). When a backward ends in an exception, all gradients of its step are
 dropped (`abandon`): it is not known which of them were already reduced.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -31,12 +35,15 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import ToHost, is_accelerator, to_device
 from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
-from tiermem.zero.collectives import start, total
+from tiermem.zero import registry
+from tiermem.zero.agreement import agree
+from tiermem.zero.collectives import call, share, start, total
 from tiermem.zero.gradient_link import GradientPart
 from tiermem.zero.gradient_store import GradientStore, ShardedGrad
 from tiermem.zero.pools import Pools
@@ -82,6 +89,9 @@ class GradientHomes:
         self._number: tuple[torch.Tensor, int, ToHost] | None = None  # the last one of `number`, and its version
         self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
         self._stepped: dict[Unit, list[Shard]] = {}  # units stepped in backward; their shards with a gradient
+        self._added: dict[
+            nn.Parameter, None
+        ] = {}  # ordinary parameters that were added to the model: a set with an order
         for unit in units:
             self.store.reserve(unit, self.dtype(unit))
 
@@ -98,6 +108,22 @@ class GradientHomes:
         world = self._topology.world
         ranks = (world if self._policy.reduce_op == "mean" else 1) / predivided(world, self._policy)
         return ranks * self.num_micro_batches
+
+    def adopt(self, model: nn.Module) -> None:
+        """Before a forward, on several ranks: finds trained parameters that were added to the model after it was sharded.
+
+        New ones get rank 0's values. Collective if there are any; blocks. Raises ValueError where ranks differ in them.
+        """
+        if self._reducer is None:
+            return
+        found = {p: None for p in model.parameters() if p.requires_grad and registry.owner_of(p) is None}
+        fresh = [param for param in found if param not in self._added]
+        self._added = found
+        if fresh:
+            shapes = {f"added parameter {i}": f"{tuple(p.shape)} {p.dtype}" for i, p in enumerate(fresh)}
+            agree(self._topology, shapes, "a forward with parameters that were added after sharding")
+        for param in fresh:
+            share(self._topology, param.detach(), "sharing added parameters")
 
     # ---- in backward -------------------------------------------------------------------------------------------------------
 
@@ -134,6 +160,7 @@ class GradientHomes:
             if unit.is_resident or self._policy.stage != 3:
                 self._reduce(unit)
         self.receive_rest()
+        self._reduce_added()
 
     def receive_rest(self) -> None:
         """Receives every `p.grad` that any rank still has, for example before a step. Collective; blocks."""
@@ -168,6 +195,8 @@ class GradientHomes:
             shard.param.grad = None
             shard.gradient.forget()
         self._shown.clear()
+        for param in self._added:
+            param.grad = None
 
     # ---- between backward and step -------------------------------------------------------------------------------------------
 
@@ -294,6 +323,15 @@ class GradientHomes:
         while self._reducer is not None and not self._reducer.is_idle:
             self._arrive()
         self.store.join()
+
+    def _reduce_added(self) -> None:
+        """Makes `p.grad` of added parameters the mean (or sum) over the ranks; a rank without one adds zeros. Collective."""
+        added = list(self._added)
+        given = self._on_any_rank([param.grad is not None for param in added]) if added else []
+        for param in itertools.compress(added, given):
+            grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+            call(self._topology, "adding up gradients of added parameters", dist.all_reduce, grad)
+            param.grad = grad.div_(self._topology.world) if self._policy.reduce_op == "mean" else grad
 
     def _note_given(self, unit: Unit) -> None:
         self._given.update(shard for shard in unit.shards if _fresh(shard))

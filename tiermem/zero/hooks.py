@@ -233,6 +233,8 @@ class Hooks:
             return False
         self._leader, self._pass_kind = module, kind
         self._store.check_process()
+        if self._is_training_pass:
+            self._homes.adopt(self._root)
         order.begin(kind, has_backward=kind[0])
         return True
 
