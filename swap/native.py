@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import functools
 import itertools
-import math
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -49,7 +48,6 @@ NUM_LATENCY_BUCKETS = int(lib.TM_LATENCY_BUCKETS)
 READ, WRITE, SYNC = int(lib.TM_READ), int(lib.TM_WRITE), int(lib.TM_SYNC)
 URGENT, NORMAL, BACKGROUND = int(lib.TM_URGENT), int(lib.TM_NORMAL), int(lib.TM_BACKGROUND)
 
-_LEAST = 1e-9  # part of a block: the rank of quantile 0 lies in the first bucket that holds one
 _NUMPY_NAMES = {"uint64_t": np.uint64, "int32_t": np.int32}
 _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
 _RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
@@ -340,7 +338,7 @@ class Queue:
         return Counters(*(getattr(c, name) for name in Counters._fields))
 
     def latencies(self, kind: int) -> npt.NDArray[np.uint64]:
-        """How many blocks of a kind (READ, WRITE) took how long, by bucket: see `latency_quantiles`."""
+        """How many blocks of a kind (READ, WRITE) took how long, by bucket: see `latency_edges`."""
         counts = np.zeros(NUM_LATENCY_BUCKETS, np.uint64)
         pointer = ffi.cast("uint64_t *", counts.ctypes.data)
         check(lib.tm_queue_latencies(self._open_queue(), kind, pointer), "reading the queue's latencies")
@@ -361,24 +359,9 @@ class Queue:
         return self._queue
 
 
-def latency_quantiles(counts: npt.NDArray[np.uint64], quantiles: Sequence[float]) -> list[float]:
-    """The latencies, in microseconds, that these fractions of the blocks did not exceed; NaN where none was counted.
-
-    Counts of several queues, or of one since an earlier moment, may be added and subtracted before. A bucket is a
-    sixteenth of an octave; within it blocks are taken as evenly spread.
-    """
-    total = float(counts.sum())
-    if total == 0:
-        return [math.nan] * len(quantiles)
-    edges = np.array([lib.tm_latency_floor_ns(i) for i in range(NUM_LATENCY_BUCKETS + 1)]) / 1e3
-    at_most = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
-    found = []
-    for quantile in quantiles:
-        rank = max(quantile * total, _LEAST)
-        bucket = int(np.searchsorted(at_most, rank)) - 1
-        part = (rank - at_most[bucket]) / (at_most[bucket + 1] - at_most[bucket])
-        found.append(float(edges[bucket] + part * (edges[bucket + 1] - edges[bucket])))
-    return found
+def latency_edges() -> npt.NDArray[np.float64]:
+    """The least latency of each bucket, in microseconds, and the end of the last one."""
+    return np.array([lib.tm_latency_floor_ns(i) for i in range(NUM_LATENCY_BUCKETS + 1)]) / 1e3
 
 
 class Workers:

@@ -264,7 +264,7 @@ class Queues:
         return [queue.counters() for queue in self._queues.values()]
 
     def latencies(self, kind: int) -> npt.NDArray[np.uint64]:
-        """Blocks of a kind per bucket of latency, all paths together; see `native.latency_quantiles`."""
+        """Blocks of a kind per bucket of latency, all paths together; see `native.latency_edges`."""
         counts: npt.NDArray[np.uint64] = np.sum(
             [q.latencies(kind) for q in self._queues.values()], axis=0, dtype=np.uint64
         )

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiermem.swap.native import NUM_LATENCY_BUCKETS, READ, WRITE, IoSettings, Map, Op, Queue, latency_quantiles
+from tiermem.swap.native import NUM_LATENCY_BUCKETS, READ, WRITE, IoSettings, Map, Op, Queue
+from tiermem.tools.bench.io_report import latency_quantiles
 
 
 def bucket_of(ns: int) -> int:

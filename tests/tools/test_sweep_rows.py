@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 from sweep_values import MIB, outcome, setting
 
-from tiermem.swap.native import latency_quantiles
 from tiermem.tools.bench.io_ranks import Outcome
 from tiermem.tools.bench.io_report import (
     CSV_COLUMNS,
@@ -21,6 +20,7 @@ from tiermem.tools.bench.io_report import (
     add_witness,
     best_of,
     byte_counts,
+    latency_quantiles,
     notes_of,
     print_rows,
     row_of,

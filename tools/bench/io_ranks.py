@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
     user_s: float  # CPU time of the process, its queues' threads included
     system_s: float
     idle_fraction: float  # of the time, without a block in flight; mean over the queues
-    latencies: list[int]  # blocks per bucket, see native.latency_quantiles
+    latencies: list[int]  # blocks per bucket, see io_report.latency_quantiles
     engine: str  # that ran: what "auto" took
     kernel: IoCounts  # of /proc/self/io
     num_blocks: int

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
 from tiermem.swap import durable
-from tiermem.swap.native import latency_quantiles
+from tiermem.swap.native import latency_edges
 from tiermem.tools.bench.io_ranks import Outcome, Setting
 from tiermem.tools.plots import save_figure
 from tiermem.tools.reports import table
@@ -60,6 +61,31 @@ def find_knee(rates: Sequence[float]) -> Knee | None:
     low = sum(rate < most for rate in parts[1])
     is_knee = after < most and low >= max(_LEAST_POINTS, 0.75 * len(parts[1]))
     return Knee(len(parts[0]), before, after) if is_knee else None
+
+
+# ---- latencies --------------------------------------------------------------------------------------------------------
+
+_LEAST = 1e-9  # part of a block: the rank of quantile 0 lies in the first bucket that holds one
+
+
+def latency_quantiles(counts: npt.NDArray[np.uint64], quantiles: Sequence[float]) -> list[float]:
+    """The latencies, in microseconds, that these fractions of the blocks did not exceed; NaN where none was counted.
+
+    Counts of several queues, or of one since an earlier moment, may be added and subtracted before. A bucket is a
+    sixteenth of an octave; within it blocks are taken as evenly spread.
+    """
+    total = float(counts.sum())
+    if total == 0:
+        return [math.nan] * len(quantiles)
+    edges = latency_edges()
+    at_most = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
+    found = []
+    for quantile in quantiles:
+        rank = max(quantile * total, _LEAST)
+        bucket = int(np.searchsorted(at_most, rank)) - 1
+        part = (rank - at_most[bucket]) / (at_most[bucket + 1] - at_most[bucket])
+        found.append(float(edges[bucket] + part * (edges[bucket + 1] - edges[bucket])))
+    return found
 
 
 # ---- rows: the results of a sweep, as JSON and CSV have them ---------------------------------------------------------
