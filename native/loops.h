@@ -77,6 +77,11 @@ struct tm_loops {
     void (*widen_q8_positive)(uint64_t n, const uint8_t *codes, const uint8_t *scales, float *dst);
     void (*narrow_q8)(uint64_t n, const float *src, const uint32_t *words, uint8_t *codes, uint8_t *scales);
     void (*narrow_q8_positive)(uint64_t n, const float *src, const uint32_t *words, uint8_t *codes, uint8_t *scales);
+    // Blocks of 64 weights with an fp32 scale, to and from fp32; see loops_blocks.h.
+    void (*unpack_int8)(uint64_t num_blocks, const uint8_t *codes, const float *scales, float *dst);
+    void (*unpack_nf4)(uint64_t num_blocks, const uint8_t *codes, const float *scales, float *dst);
+    void (*pack_int8)(uint64_t num_blocks, const float *src, uint8_t *codes, float *scales);
+    void (*pack_nf4)(uint64_t num_blocks, const float *src, uint8_t *codes, float *scales);
     // sum[i] = a[i] + b[i]; sum may be a or b.
     void (*add)(uint64_t n, const float *a, const float *b, float *sum);
     // lanes[i % 16] += x[i]^2 in float64, in the order of i, for n a multiple of 16.

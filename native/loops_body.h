@@ -4,6 +4,7 @@
 //     loops_element.h   one element in every stored form, and random words
 //     loops_vector.h    two registers of elements, likewise
 //     loops_q8.h        64 elements as 8-bit codes
+//     loops_blocks.h    64 frozen weights as codes with a scale
 //     loops_rules.h     the optimizers' arithmetic, over fp32 arrays
 //     loops_adam.h      Adam fused with the stored forms
 //
@@ -21,6 +22,7 @@
 
 #include "loops_vector.h"
 
+#include "loops_blocks.h"
 #include "loops_q8.h"
 #include "loops_rules.h"
 
@@ -115,6 +117,10 @@ const tm_loops TM_LOOPS = {
     widen_q8<PositiveQ8>,
     narrow_q8<SignedQ8>,
     narrow_q8<PositiveQ8>,
+    unpack_int8,
+    unpack_nf4,
+    pack_int8,
+    pack_nf4,
     add,
     add_squares,
     {adam<true>, adam<false>, adam_largest<true>, adam_largest<false>, adagrad, lion, sgd, sgd_momentum<false>,

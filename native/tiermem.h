@@ -8,7 +8,8 @@
  *   map      tm_map_open · tm_map_nan · tm_map_bind · tm_map_commit · tm_map_release · tm_map_close
  *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _latencies · _close
  *   workers  tm_workers_open · _pin · _close            threads that the kernels share
- *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_gradient_store · tm_isa_choose
+ *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_blocks_unpack · tm_blocks_pack · tm_gradient_store
+ *            tm_isa_choose
  *   checksum tm_crc32c · tm_crc32c_combine · tm_crc32c_join
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
@@ -336,6 +337,23 @@ int tm_part_widen(tm_workers *workers, uint64_t n, const tm_part *part, const vo
 
 /* part[i] = values[i] rounded to nearest even; SPLIT writes its bf16 weight too, and keeps every pattern. */
 int tm_part_narrow(tm_workers *workers, uint64_t n, const float *values, const tm_part *part, void *weight);
+
+/* Frozen weights in blocks of TM_WEIGHT_BLOCK, each with an fp32 scale. The value of a kind is the bits of a code.
+ *
+ *     INT8    an int8: value = code * scale                           the largest size in the block is 127 scales
+ *     NF4     the number of one of 16 levels: value = level * scale   the largest size in the block is the scale
+ *
+ * loops_blocks.h has the levels and the order of the codes. The last block is padded: `codes` holds whole blocks. */
+enum tm_blocks { TM_NF4 = 4, TM_INT8 = 8, TM_WEIGHT_BLOCK = 64 };
+
+/* values[i] = the value of element i, computed in fp32 and rounded once to `dtype`: fp32, bf16 or fp16. -EINVAL: another
+ * kind or dtype, or a missing pointer. Blocks. */
+int tm_blocks_unpack(tm_workers *workers, int32_t kind, uint64_t n, const void *codes, const float *scales,
+                     void *values, int32_t dtype);
+
+/* The codes and scales of `values`; the elements that pad the last block are 0. As above. */
+int tm_blocks_pack(tm_workers *workers, int32_t kind, uint64_t n, const void *values, int32_t dtype, void *codes,
+                   float *scales);
 
 /* Elements of one block of a norm: blocks are cut at multiples of this, counted from element 0 of
  * the whole parameter. */

@@ -27,6 +27,7 @@ from tiermem.swap.parts import (
     SPLIT,
     Dither,
     Moment,
+    Packed,
     Quantised,
     StepParts,
     StepRule,
@@ -458,6 +459,27 @@ def narrow_part(
     check(code, "narrowing to a part")
 
 
+def pack_blocks(workers: Workers | None, bits: int, values: torch.Tensor, packed: Packed) -> None:
+    """Writes the blocks of values, with codes of 8 or 4 bits: see tm_blocks_pack in native/tiermem.h.
+
+    Flat contiguous CPU tensors; values in fp32, bf16 or fp16. workers: None: the caller alone. Blocks; GIL free.
+    """
+    numel, codes, scales = values.numel(), _pointer(packed.codes), ffi.cast("float *", packed.scales.data_ptr())
+    code = lib.tm_blocks_pack(_handle(workers), bits, numel, _pointer(values), _DTYPES[values.dtype], codes, scales)
+    check(code, "packing blocks")
+
+
+def unpack_blocks(workers: Workers | None, bits: int, packed: Packed, values: torch.Tensor) -> None:
+    """Writes the values of blocks; as `pack_blocks`."""
+    numel, codes, scales = values.numel(), _pointer(packed.codes), ffi.cast("float *", packed.scales.data_ptr())
+    code = lib.tm_blocks_unpack(_handle(workers), bits, numel, codes, scales, _pointer(values), _DTYPES[values.dtype])
+    check(code, "unpacking blocks")
+
+
+def _handle(workers: Workers | None) -> object:
+    return ffi.NULL if workers is None else workers.handle
+
+
 def _part(part: Moment, is_positive: bool) -> object:
     slot = ffi.new("tm_part *")
     _set_part(slot, part, is_positive)
@@ -514,7 +536,7 @@ def crc32c_of(
     addresses, num_bytes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(num_bytes, np.uint64)
     crcs = np.empty(len(addresses), np.uint32)
     rows = _rows(_CRC_ROWS, addresses, num_bytes, crcs)
-    code = lib.tm_crc32c(ffi.NULL if workers is None else workers.handle, len(addresses), *rows)
+    code = lib.tm_crc32c(_handle(workers), len(addresses), *rows)
     check(code, f"checksums of {len(addresses)} pieces")
     return crcs
 

@@ -32,6 +32,13 @@ class Quantised(NamedTuple):
     scales: torch.Tensor
 
 
+class Packed(NamedTuple):
+    """Weights in blocks of 64: codes of 8 or 4 bits (uint8), and one fp32 scale for each block."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
 Moment = torch.Tensor | Quantised
 
 
