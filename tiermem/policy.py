@@ -41,6 +41,7 @@ ComputeDtype = Literal["storage", "fp32", "measured"]
 OnNonfinite = Literal["skip", "raise", "apply"]
 Durability = Literal["checkpoint", "step", "none"]
 Verify = Literal["always", "sample", "resume"]
+FrozenQuantType = Literal["int8", "nf4"]
 Positive = Annotated[int, Range("it must be at least 1, or None for what the plan computes", 1)]
 Count = Annotated[int, Range("it must be 0 or more", 0)]
 Ranks = Annotated[int, Range("it is a number of ranks, 1 or more, that divides all of them", 1, is_whole=True)]
@@ -186,7 +187,7 @@ class OffloadPolicy:
     quantised_reduction: Annotated[bool, _SHARDED_GRADS] = False
     """Send gradients as 8-bit blocks, added up in fp32 (qgZ, `zero_quantized_gradients`)."""
     quantised_frozen: Annotated[bool, _SHARDED_PARAMS] = False
-    """Keep frozen parameters as 8-bit blocks where they rest (`zero_quantized_nontrainable_weights`)."""
+    """The same as frozen_quant_type "int8" (`zero_quantized_nontrainable_weights`)."""
     pin_memory: bool = True
     """Register what crosses the link to an accelerator with its driver, where there is one."""
     master_from: MasterFrom = "param"
@@ -224,6 +225,10 @@ class OffloadPolicy:
     activation_bytes: Positive | None = None
     """Most bytes of them at their home at once, of each rank, counted in the plan; what does not fit stays where the maths
     runs, with a warning. None: as many as a forward has, within what the plan leaves of host_bytes or disk_bytes."""
+    frozen_quant_type: Annotated[FrozenQuantType, _SHARDED_PARAMS] | None = None
+    """Keep frozen parameters of two dimensions or more, and of more than persistence_numel elements, in blocks where they rest:
+    "int8" (8.5 bits per element) or "nf4" (4.5 bits, as in QLoRA). A fetch unpacks them to their own dtype, in which the maths
+    and state dicts see them (zero/quantised.py). None: as they are."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))
@@ -244,6 +249,11 @@ class OffloadPolicy:
     def uses_nvme(self) -> bool:
         """Whether anything is asked to rest on NVME (gradients may still be sent there by the plan)."""
         return Tier.NVME in (self.params, self.optim, self.grads, self.activations)
+
+    @property
+    def frozen_blocks(self) -> str | None:
+        """The form of blocks in which frozen parameters rest; None: as they are."""
+        return self.frozen_quant_type or ("int8" if self.quantised_frozen else None)
 
     @property
     def num_slots(self) -> int:
@@ -277,6 +287,8 @@ class OffloadPolicy:
                 '"step" makes durable what rests on NVME, and nothing does: set optim=Tier.NVME, or leave it at '
                 '"checkpoint" and save',
             )
+        if self.quantised_frozen and self.frozen_quant_type == "nf4":
+            yield "quantised_frozen", 'True means "int8", but frozen_quant_type is "nf4"; leave one of them out'
         if self.two_stage_gather and self.shard_group_size is None:
             yield (
                 "two_stage_gather",
@@ -288,4 +300,4 @@ def against_widening(policy: OffloadPolicy) -> Iterator[str]:
     """Yields the fields of a policy that keep units from being widened to fp32 for the maths."""
     if policy.stage != 3:
         yield "stage"  # parameters are always present, as they rest
-    yield from (name for name in ("gather_dtype", "quantised_gather", "quantised_frozen") if getattr(policy, name))
+    yield from (name for name in ("gather_dtype", "quantised_gather") if getattr(policy, name))

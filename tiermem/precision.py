@@ -69,7 +69,8 @@ def check_fields(value: object, context: str = "") -> None:
     ranges = marks_of(value, Range)
     for name, parts in _parts_of(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
         given = getattr(value, name)
-        words = [word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)]
+        plain = [getattr(part, "__origin__", part) if hasattr(part, "__metadata__") else part for part in parts]
+        words = [word for part in plain if typing.get_origin(part) is Literal for word in typing.get_args(part)]
         words = [None, *words] if type(None) in parts else words
         if name in ranges and given not in words and not ranges[name].holds(given):
             raise ValueError(f"{context}{name} is {given!r}; {ranges[name].said}")

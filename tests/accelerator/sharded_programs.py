@@ -108,6 +108,11 @@ def widened(place: Place) -> Found:
     return train(place, seeded(Tower).bfloat16(), max_norm=0.5, micros=2, compute_dtype="fp32")
 
 
+def frozen_in_nf4(place: Place) -> Found:
+    model = seeded(zoo.frozen_tower).bfloat16()
+    return train(place, model, micros=2, compute_dtype="fp32", frozen_quant_type="nf4")
+
+
 def accumulated(place: Place) -> Found:
     return train(place, seeded(Tower), micros=3)
 
@@ -411,5 +416,6 @@ PROGRAMS: dict[str, Program] = {
         loaded_while_copies_are_pending,
         saved_and_resumed, state_dicts_moved, called_by_parts, pageable_copies, widened,
         activations_on_host, activations_on_nvme, activations_of_reentrant_blocks,
+        frozen_in_nf4,
     )
 }  # fmt: skip

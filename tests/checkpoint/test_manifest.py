@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import tracemalloc
@@ -122,7 +123,7 @@ WRONG = [
     (put("choices", []), "choices is a list"),
     (put("choices", None), "choices is due since version 2"),
     (lambda content: content.pop("choices"), "choices is due since version 2"),
-    (put("parameters", 0, "at_rest", "nf4"), "at_rest: 'nf4' is unknown: it was written by a newer tiermem"),
+    (put("parameters", 0, "at_rest", "fp4"), "at_rest: 'fp4' is unknown: it was written by a newer tiermem"),
     (put("surplus", 1), "no such field"),
     (lambda content: content.pop("step"), "step is missing"),
 ]
@@ -190,6 +191,14 @@ def test_pieces_that_overlap_leave_holes_or_belong_to_nobody_are_refused() -> No
     assert piece("w", "weight", "bf16", 0, 3, 0).num_bytes == 6
 
 
+@pytest.mark.parametrize(("at_rest", "said"), [("nf4", "is bf16; the parameter is nf4"), (None, None)])
+def test_a_form_at_rest_that_the_weight_does_not_have_is_refused(at_rest: str | None, said: str | None) -> None:
+    weight, *others = manifest().parameters
+    changed = dataclasses.replace(manifest(), parameters=(dataclasses.replace(weight, at_rest=at_rest), *others))
+    with pytest.raises(ManifestError, match=said) if said else contextlib.nullcontext():
+        cover(changed, parts(), "m")
+
+
 def test_states_that_lack_scales_or_have_sums_alone_are_refused() -> None:
     both = parts()
 
@@ -201,7 +210,7 @@ def test_states_that_lack_scales_or_have_sums_alone_are_refused() -> None:
             for part in both
         ]
 
-    with pytest.raises(ManifestError, match="exp_avg of 'w' is in 8 bits and has no scales"):
+    with pytest.raises(ManifestError, match="exp_avg of 'w' is quantised and has no scales"):
         cover(manifest(), with_pieces(lambda p: None if p.state == "exp_avg.scales" else p), "m")
     with pytest.raises(ManifestError, match="exp_avg of 'w': is 8bit-scales, which no such state is"):
         cover(

@@ -155,7 +155,7 @@ CLAIMS: dict[str, Claim] = {
         {"quantised_gather": True}, STAGE_3,
     ),
     ZERO + "zero_quantized_nontrainable_weights": Claim(
-        True, "tests/zero/test_quantised_frozen.py::test_frozen_parameters_at_rest_take_about_half_of_bf16",
+        True, "tests/zero/test_quantised_frozen.py::test_a_fetch_reads_the_bits_of_blocks",
         {"quantised_frozen": True}, STAGE_3,
     ),
     ZERO + "zero_quantized_gradients": Claim(
@@ -376,6 +376,9 @@ CLAIMS: dict[str, Claim] = {
         "tests/zero/test_compute_dtype.py::test_every_tier_equals_a_twin_that_casts",
         {"compute_dtype": "fp32"},
         STAGE_3,
+    ),
+    "tiermem.frozen_quant_type": Claim(
+        "nf4", "tests/zero/test_quantised_frozen.py::test_a_config_sets_it", {"frozen_quant_type": "nf4"}, STAGE_3
     ),
     "tiermem.master_from": Claim(
         "init", "tests/zero/test_init.py::test_masters_start_from_the_fp32_initial_values_when_asked", {"master_from": "init"}

@@ -12,6 +12,7 @@ NUM_STEPS = 3
 class Case(NamedTuple):
     fields: dict[str, Any]
     num_micro: int = 1
+    is_frozen: bool = False  # all but the first layer
 
 
 _ON_NVME = {"params": Tier.NVME, "optim": Tier.NVME}
@@ -33,5 +34,7 @@ CASES = {
     "stage 3, NVMe, stepped in backward": Case(_ON_NVME | {"step_in_backward": True}),
     "stage 3, NVMe, some units on the host": Case(_ON_NVME | {"host_param_numel": 9000}),
     "stage 3, NVMe, qwZ, qgZ": Case(_ON_NVME | {"quantised_gather": True, "quantised_reduction": True}),
+    "stage 3, NVMe, frozen nf4": Case(_ON_NVME | {"frozen_quant_type": "nf4"}, is_frozen=True),
+    "stage 3, frozen int8": Case({"frozen_quant_type": "int8"}, is_frozen=True),
     "MiCS of one": Case({"shard_group_size": 1}),
 }

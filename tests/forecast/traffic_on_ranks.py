@@ -27,6 +27,9 @@ Bytes = dict[str, int]
 def measured(case: Case, nvme: Path) -> tuple[Bytes, Bytes]:
     """What was said of a step, and what the last one took."""
     model = seeded(zoo.tied_tower).to(torch.bfloat16)
+    if case.is_frozen:
+        model.requires_grad_(False)
+        model.layers[0].requires_grad_(True)
     policy = OffloadPolicy(paths=[nvme], persistence_numel=50, tile_numel=4096, **case.fields)
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)

@@ -9,7 +9,7 @@ from twins import seeded
 
 from tiermem import OffloadPolicy
 from tiermem.zero.packed import PackedGather, wire_bytes
-from tiermem.zero.quantised import pack, packed_bytes, unpack
+from tiermem.zero.quantised import INT8, pack, unpack
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit, divide
 
@@ -30,12 +30,12 @@ def shard_of(unit: Unit, rank: int) -> torch.Tensor:
     return flat
 
 
-def test_frozen_units_rest_in_packed_bytes_and_trainable_ones_do_not() -> None:
+def test_frozen_matrices_rest_in_packed_bytes_and_other_parameters_do_not() -> None:
     units = units_of(3, torch.bfloat16)
     assert {unit.is_packed for unit in units} == {True, False}
     for unit in units:
-        assert unit.is_packed is not unit.is_trainable
-        blocks = packed_bytes(unit.packed_numel)
+        assert {not unit.is_trainable and part.param.dim() > 1 for part in unit.shards} == {unit.is_packed}
+        blocks = INT8.packed_bytes(unit.packed_numel)
         assert blocks / (unit.packed_numel * 2) == 0.53125  # a byte and a 64th of four, of two
         assert unit.shard_bytes == (-(-blocks // 4096) * 4096 if unit.is_packed else unit.shard_numel * 2)
 

@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets, Whole, canonical_key
 from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, Paths
 from tiermem.config.precision import PrecisionConfig
-from tiermem.policy import ComputeDtype, Durability, MasterFrom, OffloadPolicy, OnNonfinite, Verify
+from tiermem.policy import ComputeDtype, Durability, FrozenQuantType, MasterFrom, OffloadPolicy, OnNonfinite, Verify
 
 # ---- tiermem ---------------------------------------------------------------------------------------------------------
 #
@@ -58,6 +58,9 @@ class OwnConfig(ConfigModel):
     """What 16-bit weights are multiplied in: as they rest, or fp32, where the machine's 16-bit products are slow; "measured"
     finds that out at the start, in less than a second. Weights rest and travel, and gradients are kept, as without it; a
     unit's buffer takes 4 bytes an element. Stage 3 alone."""
+    frozen_quant_type: FrozenQuantType | None = OffloadPolicy.frozen_quant_type
+    """Keep frozen weights of two dimensions or more in blocks where they rest: int8 (8.5 bits per element) or nf4 (4.5 bits, as
+    in QLoRA). The maths and state dicts see them in their own dtype. Stage 3 alone. Not set: as they are."""
     master_from: MasterFrom = OffloadPolicy.master_from
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     durability: Durability = OffloadPolicy.durability
@@ -261,7 +264,7 @@ class ZeroConfig(ConfigModel):
     zero_quantized_weights: Annotated[bool, Sets("quantised_gather")] = False
     """Gather weights as 8-bit blocks (qwZ)."""
     zero_quantized_nontrainable_weights: Annotated[bool, Sets("quantised_frozen")] = False
-    """Keep frozen weights as 8-bit blocks where they rest, and gather them so."""
+    """Keep frozen weights of two dimensions or more as 8-bit blocks where they rest, and gather them so."""
     zero_quantized_gradients: Annotated[bool, Sets("quantised_reduction")] = False
     """Reduce gradients as 8-bit blocks, added up in fp32 (qgZ)."""
     zeropp_loco_param: dict[str, Any] | None = None

@@ -14,7 +14,7 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.gather import spans_of
 from tiermem.zero.packed import gathers_packed
 from tiermem.zero.plan import Plan, planned_layout
-from tiermem.zero.quantised import packed_bytes
+from tiermem.zero.quantised import INT8
 from tiermem.zero.reduce import Bucket
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Division, Unit, ranges_in, reads_weights_again
@@ -184,7 +184,7 @@ def gathers(unit: Unit, policy: OffloadPolicy, topology: Topology, is_second: bo
     if is_second and topology.within is not None:
         return [_send("within", whole_bytes, topology)]
     if gathers_packed(unit, policy):
-        return [_send("shard", packed_bytes(unit.packed_numel) * num_shards, topology)]
+        return [_send("shard", unit.packed_bytes * num_shards, topology)]
     return _plain(whole_bytes, topology)
 
 
@@ -223,11 +223,11 @@ def _plain(whole_bytes: int, topology: Topology) -> list[Send]:
 def _packed(bucket: Bucket, topology: Topology) -> list[Send]:
     """A reduction of 8-bit blocks; on several nodes first within each node, then the node's sums across nodes."""
     if topology.across is None or topology.within is None:
-        return [_send("shard", topology.num_shards * packed_bytes(bucket.column_numel), topology)]
+        return [_send("shard", topology.num_shards * INT8.packed_bytes(bucket.column_numel), topology)]
     num_across, num_within = topology.across.size, topology.within.size
     return [
-        _send("within", num_within * packed_bytes(num_across * bucket.column_numel), topology),
-        _send("across", num_across * packed_bytes(bucket.column_numel), topology),
+        _send("within", num_within * INT8.packed_bytes(num_across * bucket.column_numel), topology),
+        _send("across", num_across * INT8.packed_bytes(bucket.column_numel), topology),
     ]
 
 

@@ -4,7 +4,7 @@
     the same under GatheredParameters of all weights   needs memory for the whole model
     merge_and_unload(model)                            a layer is gathered, merged and put back: memory for one layer
 
-Everything else of peft works on a sharded model as it is: see docs/huggingface.md.
+Everything else of peft works on a sharded model as it is: see docs/peft.md.
 """
 
 from __future__ import annotations

@@ -234,22 +234,23 @@ def gather_unit(
     whole.start().wait()
 
 
-def assemble(topology: Topology, local: torch.Tensor, numel: int, device: torch.device, what: str) -> torch.Tensor:
-    """A tensor's whole elements from every rank's part: flat, on the CPU. Collective; blocks.
+def assemble(topology: Topology, local: torch.Tensor, share: int, device: torch.device, what: str) -> torch.Tensor:
+    """The elements of every rank's part, in the order of ranks: flat, on the CPU. Collective; blocks.
 
     Takes memory for the whole elements on `device`, and for those on the CPU if that is another device.
 
     local: this rank's part, flat, with or without its padding.
+    share: elements of a part with its padding.
     device: where the parts are exchanged.
     """
-    if topology.num_shards == 1 or not numel:
-        return local[:numel]
-    rows = torch.empty(topology.num_shards, -(-numel // topology.num_shards), dtype=local.dtype, device=device)
+    if topology.num_shards == 1 or not share:
+        return local
+    rows = torch.empty(topology.num_shards, share, dtype=local.dtype, device=device)
     mine = rows[topology.shard_rank]
     mine[: local.numel()].copy_(local)
     mine[local.numel() :].zero_()
     gather(topology, rows, what)
-    return rows.view(-1)[:numel].cpu()
+    return rows.view(-1).cpu()
 
 
 def gather(topology: Topology, rows: torch.Tensor, what: str) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import mmap
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,15 @@ _PIECE_NUMEL = 1 << 20
 _MAPPED_BYTES = 128 << 10
 
 
+Put = Callable[[int, torch.Tensor], object]
+"""Takes flat values of this rank's part of a parameter, from an element of the part on. They are valid during the call."""
+
+
+def into(out: torch.Tensor) -> Put:
+    """Puts values into a flat tensor, cast to its dtype."""
+    return lambda start, values: out[start : start + values.numel()].copy_(values)
+
+
 class ParametersInInit:
     """Keeps the parameters of a model that is being built, until `shard` takes them.
 
@@ -158,7 +167,7 @@ class ParametersInInit:
         self._kept[param] = kept
         self._put(kept, value)
         registry.register(param, self)
-        part_numel = -(-value.numel() // self.topology.num_shards)
+        part_numel = self.share_of(value.numel())
         part = absent_part((part_numel,), value.dtype)
         describe(param, self._num_admitted, value.shape, part, ZeroParamStatus.NOT_AVAILABLE)
         weakref.finalize(param, self._forget, kept)
@@ -242,17 +251,22 @@ class ParametersInInit:
         if self._store is not None:
             self._store.close()
 
-    def move_part(self, param: nn.Parameter, into: torch.Tensor | None) -> None:
-        """Writes this rank's part of a parameter (flat, without padding) into a tensor, cast to its dtype, and forgets it.
+    def share_of(self, numel: int) -> int:
+        """Elements of each rank's part of a parameter of `numel` elements, with its padding."""
+        return -(-numel // self.topology.num_shards)
 
-        Works piece by piece, so no copy of the whole part is made. Blocks; raises OSError.
+    def move_part(self, param: nn.Parameter, put: Put | None) -> None:
+        """Hands this rank's part of a parameter (flat, without padding) to `put`, and forgets it.
+
+        put: called with pieces, in order, so no copy of the whole part is made; None: nothing is handed over. Blocks; raises
+        OSError.
         """
         kept = self._kept.pop(param)
         absent.wake([param])
-        if into is not None and kept.part is not None:
-            into[: kept.num_values].copy_(kept.part)
-        elif into is not None:
-            self._read_pieces(kept, into)
+        if put is not None and kept.part is not None:
+            put(0, kept.part)
+        elif put is not None:
+            self._read_pieces(kept, put)
         self._forget(kept)
         registry.unregister(param)
         if not self._kept and self._store is not None:
@@ -303,7 +317,7 @@ class ParametersInInit:
     # ---- one parameter ---------------------------------------------------------------------------------------------------
 
     def _put(self, kept: _Kept, value: torch.Tensor) -> None:
-        part_numel = -(-value.numel() // self.topology.num_shards)
+        part_numel = self.share_of(value.numel())
         first = part_numel * self.topology.shard_rank
         if value.dtype != kept.dtype or value.shape != kept.shape:
             self._forget(kept)
@@ -328,7 +342,7 @@ class ParametersInInit:
         elif kept.part is None or kept.part.data_ptr() != mine.data_ptr():
             kept.part = mine.clone().pin_memory() if self._pins else _mapped(mine)
 
-    def _read_pieces(self, kept: _Kept, into: torch.Tensor) -> None:
+    def _read_pieces(self, kept: _Kept, put: Put) -> None:
         if not kept.is_filled:
             raise RuntimeError(
                 f"a parameter of shape {tuple(kept.shape)} was built on the meta device and never given values: "
@@ -341,15 +355,15 @@ class ParametersInInit:
             stop = min(start + _PIECE_NUMEL, kept.num_values)
             values = piece[: stop - start]
             self._bounce.read(kept.name, start * size, stop * size, values.view(torch.uint8))
-            into[start:stop].copy_(values)
+            put(start, values)
 
     def _get(self, kept: _Kept) -> torch.Tensor:
         part = kept.part
         if part is None:
             part = torch.empty(kept.num_values, dtype=kept.dtype)
-            self._read_pieces(kept, part)
-        device = self.topology.control_device
-        return assemble(self.topology, part, kept.shape.numel(), device, "gathering initial values")
+            self._read_pieces(kept, into(part))
+        numel, device = kept.shape.numel(), self.topology.control_device
+        return assemble(self.topology, part, self.share_of(numel), device, "gathering initial values")[:numel]
 
     def _forget(self, kept: _Kept) -> None:
         kept.part = None

@@ -1,8 +1,9 @@
-"""Packed: gathers and reductions that send 8-bit blocks instead of values (ZeRO++: qwZ, qgZ), and gathers of packed units.
+"""Packed: gathers and reductions that send blocks instead of values (ZeRO++: qwZ, qgZ), and gathers of packed units.
 
     gather     shard --pack--> all-gather of the unit's packed shard, one call --unpack--> the full layout
                Every rank, also the sender, computes with the unpacked values, so ranks agree. Shards and masters keep their
-               precision. A unit that rests packed is sent as it rests; with one shard it is only unpacked.
+               precision. A unit that rests packed is sent as it rests; with one shard it is only unpacked, on a CPU
+               straight from where it rests, or has been read to, into the full layout.
 
     reduce     columns for all ranks --pack--> all-to-all --unpack, add up in fp32, in the order of ranks--> this rank's column
                Over several nodes there are two steps, within the node first, so that only one node's sum crosses nodes:
@@ -16,13 +17,15 @@ A value is rounded once per step, by at most half a scale of its block (quantise
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
 from tiermem.policy import OffloadPolicy
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import Pool
+from tiermem.swap.native import Workers
 from tiermem.zero.collectives import (
     GATHER_TAG,
     Pending,
@@ -34,59 +37,71 @@ from tiermem.zero.collectives import (
     swap_rows,
 )
 from tiermem.zero.gather import Gather
-from tiermem.zero.quantised import pack_into, packed_bytes, unpack
+from tiermem.zero.quantised import INT8, pack_into, unpack
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit
 
 
 class PackedGather(Gather):
-    """The gather of one unit as 8-bit blocks; may be repeated. Collective: every rank starts the same ones in the same order.
+    """The gather of one unit as blocks; may be repeated. Collective: every rank starts the same ones in the same order.
 
     Args:
         topology: the ranks of its shard group take part.
         unit: the unit to gather.
         full: its full layout; its storage has bytes whenever a gather is waited for.
         pool: buffers of `wire_bytes` for sent and received blocks; None: torch's own memory.
+        workers: threads that pack and unpack on a CPU; None: the caller alone.
     """
 
-    def __init__(self, topology: Topology, unit: Unit, full: torch.Tensor, pool: Pool | None) -> None:
+    def __init__(
+        self, topology: Topology, unit: Unit, full: torch.Tensor, pool: Pool | None, workers: Workers | None = None
+    ) -> None:
         self._topology = topology
         self._unit = unit
         self._full = full
         self._pool = pool
+        self._workers = workers
+        self._form = unit.blocks or INT8
+        self._needs_wire = needs_wire(unit, topology.num_shards, is_accelerator(full.device))
         self._wire: _Wire | None = None  # between `put` and `start`
 
     def put(self, shard: torch.Tensor | None) -> None:
-        """Packs this rank's flat shard layout, or copies it where the unit rests packed.
+        """Packs this rank's flat shard layout, or copies it where the unit rests packed; unpacks it where that is the gather.
 
         The shard may be reused afterwards, on an accelerator when the current stream has copied it.
         """
         assert shard is not None
+        if not self._needs_wire:
+            self._unpack([shard])
+            return
         self._wire = _Wire(self._topology, self._unit, self._pool, self._full.device)
         if self._unit.is_packed:
             unpadded = shard[: self._wire.mine.numel()]
             self._wire.mine.copy_(unpadded, non_blocking=True)
         else:
             numel = self._unit.packed_numel
-            pack_into(self._wire.mine, numel, shard[:numel].to(self._full.device, non_blocking=True))
+            values = shard[:numel].to(self._full.device, non_blocking=True)
+            pack_into(self._wire.mine, numel, values, 0, self._form, self._workers)
 
     def start(self) -> Pending:
         """Starts the exchange, after `put`. Does not block; the wait fills the full layout. Raises RankLost."""
-        assert self._wire is not None
-        wire, self._wire = self._wire, None
         what = f"gathering {self._unit.name}"
+        if self._wire is None:
+            return Pending(self._topology, what, [], [])
+        wire, self._wire = self._wire, None
         if self._topology.num_shards == 1:
             pending = Pending(self._topology, what, [], [wire.mine])
         else:
             pending = self._exchange(what, wire)
-        return Then([pending], functools.partial(self._unpack, wire), wire.give_back)
+        return Then([pending], functools.partial(self._unpack, wire.rows), wire.give_back)
 
-    def _unpack(self, wire: _Wire) -> None:
-        for part in self._unit.shards:
-            for rank, row in enumerate(wire.rows):
+    def _unpack(self, rows: Iterable[torch.Tensor]) -> None:
+        """Fills the full layout from the blocks of each rank."""
+        for rank, row in enumerate(rows):
+            for part in self._unit.shards:
                 first = part.full_offset + rank * part.shard_numel
                 target = self._full[first : first + part.shard_numel]
-                unpack(row, self._unit.packed_numel, target, part.shard_offset)
+                unpack(row, self._unit.packed_numel, target, part.shard_offset, False, self._form, self._workers)
 
     def _exchange(self, what: str, wire: _Wire) -> Pending:
         topology, group = self._topology, self._topology.group_of("shard")
@@ -101,20 +116,25 @@ class PackedGather(Gather):
 
 
 def gathers_packed(unit: Unit, policy: OffloadPolicy) -> bool:
-    """Whether a unit is gathered as 8-bit blocks: it rests packed, or the policy packs its values for the gather."""
+    """Whether a unit is gathered as blocks: it rests packed, or the policy packs its values for the gather."""
     return unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point)
+
+
+def needs_wire(unit: Unit, num_shards: int, is_gpu: bool) -> bool:
+    """Whether a packed gather needs a buffer: all but that of blocks which rest where the maths runs."""
+    return num_shards > 1 or is_gpu or not unit.is_packed
 
 
 def wire_bytes(unit: Unit, num_shards: int) -> int:
     """Bytes of the buffer of a packed gather: this rank's blocks, and with several shards those of all ranks."""
-    return packed_bytes(unit.packed_numel) * (num_shards + 1 if num_shards > 1 else 1)
+    return unit.packed_bytes * (num_shards + 1 if num_shards > 1 else 1)
 
 
 class _Wire:
     """The blocks that one packed gather sends (`mine`) and receives (`rows`, one per rank), in one buffer."""
 
     def __init__(self, topology: Topology, unit: Unit, pool: Pool | None, device: torch.device) -> None:
-        num_bytes = packed_bytes(unit.packed_numel)
+        num_bytes = unit.packed_bytes
         self._pool = pool
         self._slot = pool.take() if pool is not None else None
         if self._slot is not None:
@@ -162,7 +182,7 @@ class _Exchange:
 
     def __init__(self, topology: Topology, rows: torch.Tensor, what: str, among: str, number: int) -> None:
         self._numel = rows.shape[1]
-        sent = torch.empty(rows.shape[0], packed_bytes(self._numel), dtype=torch.uint8, device=rows.device)
+        sent = torch.empty(rows.shape[0], INT8.packed_bytes(self._numel), dtype=torch.uint8, device=rows.device)
         for row, place in zip(rows, sent, strict=True):
             pack_into(place, self._numel, row)
         self._come = torch.empty_like(sent)

@@ -14,7 +14,7 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import free_and_total, is_accelerator
 from tiermem.swap.ranges import round_up
 from tiermem.zero.gather import secondary_numel
-from tiermem.zero.packed import gathers_packed, wire_bytes
+from tiermem.zero.packed import gathers_packed, needs_wire, wire_bytes
 from tiermem.zero.reduce import MOST_UNDER_WAY, largest_buffer, largest_column
 from tiermem.zero.state_layout import FP32_BYTES, StateLayout
 from tiermem.zero.topology import Topology
@@ -357,7 +357,8 @@ class _Planner:
         shard_sizes = (u.shard_bytes for u in at_home[Tier.NVME])
         num_shards = (3 if self._is_gpu else 2) * needs_stage  # one more, which the accelerator still reads
         shards = sheet.buffers("shard", num_shards, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu)
-        wire_sizes = (wire_bytes(u, self._num_shards) for u in streamed if gathers_packed(u, policy))
+        wired = (u for u in streamed if gathers_packed(u, policy) and needs_wire(u, self._num_shards, self._is_gpu))
+        wire_sizes = (wire_bytes(u, self._num_shards) for u in wired)
         wires = sheet.buffers("wire", units.num, wire_sizes, "8-bit blocks on their way between ranks", tier=place)
         gradients = self._add_gradients(sheet, grads)
         num_links = _LINK_BUFFERS * (self._is_gpu and grads is not Tier.DEVICE)

@@ -1,66 +1,109 @@
-"""Quantised: blocks of values as 8-bit integers with one scale each, for transfers and for frozen weights at rest.
+"""Quantised: blocks of values as 8-bit or 4-bit codes with one scale each, for transfers and for frozen weights at rest.
 
-    values   any floating dtype, n elements             x
-    codes    int8, n elements, padded to whole blocks   round(x / scale), -127 to 127
-    scales   fp32, one per block of BLOCK elements      the block's largest |x| / 127
-    packed   uint8: the codes, then the scales          sent or stored: 1.0625 bytes per element
+    values   any floating dtype, n elements                          x
+    scales   fp32, one per block of BLOCK elements                   INT8: the block's largest |x| / 127; NF4: the largest |x|
+    codes    INT8: int8, n elements, padded to whole blocks          round(x / scale), -127 to 127
+             NF4: two per byte, the first in the upper half          the number of the level nearest to x / scale
+    packed   uint8: the codes, then the scales                       sent or stored: 1.0625 (INT8) or 0.5625 bytes per element
 
-An unpacked value differs by at most half a scale of its block, plus the rounding of the output dtype. A block of zeros unpacks
-to zeros. A block that holds NaN or infinity unpacks to NaN, so non-finite values are never hidden. BLOCK divides the alignment
-of parameters in a unit's layouts, so no block holds values of two parameters.
+The levels of NF4 are 16 quantiles of a normal distribution (Dettmers et al. 2023, QLoRA). An INT8 value differs by at most half
+a scale of its block, an NF4 value by at most 0.152 scales, plus the rounding of the output dtype. A block of zeros unpacks to
+zeros. A block that holds NaN or infinity unpacks to NaN, so non-finite values are never hidden. BLOCK divides the alignment of
+parameters in a unit's layouts, so no block holds values of two parameters.
 
-All functions use vectorised torch calls on pieces of PIECE elements, so no fp32 copy of a whole tensor is made.
+On a CPU native kernels pack and unpack (native/blocks.cpp). Elsewhere, and for other dtypes, torch calls on pieces of PIECE
+elements give the same bits, and no fp32 copy of a whole tensor is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+
+from tiermem.swap.native import Workers, pack_blocks, unpack_blocks
+from tiermem.swap.parts import STORED, Packed
 
 BLOCK = 64  # elements
 PIECE = 1 << 18  # elements
 _SCALE_BYTES = 4
 _LARGEST_CODE = 127
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The levels of NF4, ascending, as QLoRA's appendix E has them."""
 
 
-def packed_bytes(numel: int) -> int:
-    """Bytes of `numel` packed elements, with the last block padded."""
-    blocks = -(-numel // BLOCK)
-    return blocks * (BLOCK + _SCALE_BYTES)
+class BlockFormat(NamedTuple):
+    """How blocks are packed: the name, as policies and manifests have it, and the bits of a code."""
+
+    name: str
+    code_bits: int
+
+    def code_bytes(self, numel: int) -> int:
+        """Bytes of the codes of `numel` elements, with the last block padded."""
+        return -(-numel // BLOCK) * BLOCK * self.code_bits // 8
+
+    def packed_bytes(self, numel: int) -> int:
+        """Bytes of `numel` packed elements, with the last block padded."""
+        return self.code_bytes(numel) + -(-numel // BLOCK) * _SCALE_BYTES
 
 
-def pack(values: torch.Tensor) -> torch.Tensor:
+INT8, NF4 = BlockFormat("int8", 8), BlockFormat("nf4", 4)
+FORMATS = {each.name: each for each in (INT8, NF4)}
+
+
+def pack(values: torch.Tensor, form: BlockFormat = INT8, workers: Workers | None = None) -> torch.Tensor:
     """Packs flat floating-point values; returns uint8. Blocks on a CPU; in stream order on a GPU."""
-    packed = torch.empty(packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-    pack_into(packed, values.numel(), values)
+    packed = torch.empty(form.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    pack_into(packed, values.numel(), values, 0, form, workers)
     return packed
 
 
-def pack_into(packed: torch.Tensor, numel: int, values: torch.Tensor, start: int = 0) -> None:
+def pack_into(
+    packed: torch.Tensor,
+    numel: int,
+    values: torch.Tensor,
+    start: int = 0,
+    form: BlockFormat = INT8,
+    workers: Workers | None = None,
+) -> None:
     """Packs values over elements `start` and following of a packed tensor of `numel` elements.
 
     Args:
-        packed: uint8, `packed_bytes(numel)` long; the blocks of the values are overwritten, the last one padded with zeros.
+        packed: uint8, `form.packed_bytes(numel)` long; the values' blocks are overwritten, the last one padded with zeros.
         values: flat, floating point, on the device of `packed`; not changed.
         start: a multiple of BLOCK.
+        workers: threads of a CPU; None: the caller alone.
     """
-    assert start % BLOCK == 0
-    codes, scales = _parts(packed, numel)
-    for first, last in _pieces(0, values.numel()):
+    blocks = _blocks(packed, numel, start, values.numel(), form)
+    if values.device.type == "cpu" and values.dtype in STORED:
+        pack_blocks(workers, form.code_bits, values.contiguous(), blocks)
+        return
+    for first, last in _pieces(values.numel()):
         block = values[first:last].to(torch.float32, copy=True)
-        filled = -(-block.numel() // BLOCK) * BLOCK
-        if filled != block.numel():
-            block = torch.nn.functional.pad(block, (0, filled - block.numel()))
+        block = torch.nn.functional.pad(block, (0, -block.numel() % BLOCK))
         rows = block.view(-1, BLOCK)
-        scale = rows.abs().amax(dim=1).div_(_LARGEST_CODE)
-        place = start + first
-        scales[place // BLOCK : place // BLOCK + rows.shape[0]] = scale
-        rows.div_(scale.unsqueeze(1)).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE)
-        codes[place : place + filled].copy_(block)
+        scale = rows.abs().amax(dim=1)
+        if form == INT8:
+            scale.div_(_LARGEST_CODE)
+        blocks.scales[first // BLOCK : -(-last // BLOCK)] = scale
+        rows.div_(scale.unsqueeze(1)).nan_to_num_(0.0, 0.0, 0.0)
+        blocks.codes[form.code_bytes(first) : form.code_bytes(last)] = _codes(block, form)
 
 
-def unpack(packed: torch.Tensor, numel: int, out: torch.Tensor, start: int = 0, add: bool = False) -> torch.Tensor:
+def unpack(
+    packed: torch.Tensor,
+    numel: int,
+    out: torch.Tensor,
+    start: int = 0,
+    add: bool = False,
+    form: BlockFormat = INT8,
+    workers: Workers | None = None,
+) -> torch.Tensor:
     """Unpacks elements `start` to `start + out.numel()` of a packed tensor of `numel` elements.
 
     Args:
@@ -68,16 +111,18 @@ def unpack(packed: torch.Tensor, numel: int, out: torch.Tensor, start: int = 0, 
         numel: how many elements were packed.
         out: flat, any floating dtype; overwritten, or with `add` added to.
         start: a multiple of BLOCK.
+        workers: threads of a CPU; None: the caller alone.
 
     Returns `out`. Blocks on a CPU; in stream order on a GPU.
     """
-    assert start % BLOCK == 0
-    codes, scales = _parts(packed, numel)
-    for first, last in _pieces(start, start + out.numel()):
-        filled = -(-(last - first) // BLOCK) * BLOCK
-        rows = codes[first : first + filled].view(-1, BLOCK)
-        values = torch.mul(rows, scales[first // BLOCK : first // BLOCK + rows.shape[0]].unsqueeze(1)).view(-1)
-        target = out[first - start : last - start]
+    blocks = _blocks(packed, numel, start, out.numel(), form)
+    if out.device.type == "cpu" and out.dtype in STORED and not add:
+        unpack_blocks(workers, form.code_bits, blocks, out)
+        return out
+    for first, last in _pieces(out.numel()):
+        rows = _values(blocks.codes[form.code_bytes(first) : form.code_bytes(last)], form).view(-1, BLOCK)
+        values = torch.mul(rows, blocks.scales[first // BLOCK : -(-last // BLOCK)].unsqueeze(1)).view(-1)
+        target = out[first:last]
         if add:
             target.add_(values[: last - first])
         else:
@@ -85,22 +130,41 @@ def unpack(packed: torch.Tensor, numel: int, out: torch.Tensor, start: int = 0, 
     return out
 
 
-def byte_ranges(numel: int, start: int, stop: int) -> tuple[slice, slice]:
+def byte_ranges(numel: int, start: int, stop: int, form: BlockFormat = INT8) -> tuple[slice, slice]:
     """The byte ranges of the codes and of the scales of elements `start` to `stop` in the packed bytes of `numel` elements.
 
     The two ranges one after the other are these elements packed by themselves. `start` is a multiple of BLOCK.
     """
     assert start % BLOCK == 0
-    first, last, filled = start // BLOCK, -(-stop // BLOCK), -(-numel // BLOCK) * BLOCK
-    return slice(first * BLOCK, last * BLOCK), slice(filled + first * _SCALE_BYTES, filled + last * _SCALE_BYTES)
+    first, last, scales = start // BLOCK, -(-stop // BLOCK), form.code_bytes(numel)
+    codes = slice(form.code_bytes(start), form.code_bytes(stop))
+    return codes, slice(scales + first * _SCALE_BYTES, scales + last * _SCALE_BYTES)
 
 
-def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes (int8) and the scales (fp32) in packed bytes; views."""
-    filled = -(-numel // BLOCK) * BLOCK
-    return packed[:filled].view(torch.int8), packed[filled : packed_bytes(numel)].view(torch.float32)
+def _blocks(packed: torch.Tensor, numel: int, start: int, count: int, form: BlockFormat) -> Packed:
+    """The blocks of `count` elements in packed bytes; views."""
+    codes, scales = byte_ranges(numel, start, start + count, form)
+    return Packed(packed[codes], packed[scales].view(torch.float32))
 
 
-def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    for first in range(start, stop, PIECE):
-        yield first, min(first + PIECE, stop)
+def _codes(quotients: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """The codes of whole blocks of x / scale, as uint8."""
+    if form == INT8:
+        return quotients.round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE).to(torch.int8).view(torch.uint8)
+    levels = torch.tensor(LEVELS, dtype=torch.float32, device=quotients.device)
+    numbers = torch.bucketize(quotients, (levels[:-1] + levels[1:]) * 0.5).to(torch.uint8)
+    return numbers[::2] * 16 + numbers[1::2]
+
+
+def _values(codes: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """The values of codes in scales: int8, or fp32 levels."""
+    if form == INT8:
+        return codes.view(torch.int8)
+    levels = torch.tensor(LEVELS, dtype=torch.float32, device=codes.device)
+    numbers = torch.stack([codes // 16, codes % 16], dim=1)
+    return levels[numbers.to(torch.int64).view(-1)]
+
+
+def _pieces(numel: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, numel, PIECE):
+        yield first, min(first + PIECE, numel)

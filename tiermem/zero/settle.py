@@ -15,11 +15,11 @@ from tiermem.zero import registry
 from tiermem.zero.absent import ZeroParamStatus, absent_part, become, describe, undescribe
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
-from tiermem.zero.init_params import ParametersInInit
+from tiermem.zero.init_params import ParametersInInit, Put, into
 from tiermem.zero.packed import PackedGather, gathers_packed
 from tiermem.zero.plan import Plan, keeps_initial_master, keeps_secondary
 from tiermem.zero.pools import Pools
-from tiermem.zero.quantised import pack_into
+from tiermem.zero.quantised import BlockFormat, pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
 from tiermem.zero.unit import Shard, Unit
 from tiermem.zero.unit_memory import Passage, UnitMemory
@@ -73,7 +73,7 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 #       rank 0's, shared with all     ----------->   resident   the unit's storage for life (and, for a gather, its shard)
 #       ParametersInInit's (zero.Init)               HOST       an entry of the store
 #                                                    NVME       through a buffer, then an entry of the store
-#                                                    packed     int8 codes and scales, on HOST or NVME
+#                                                    packed     codes and scales, on HOST or NVME
 #
 # The fp32 values for the first step (`master_from="init"`) are stored as well. A parameter releases its old memory as soon
 # as its part is stored, so the model needs memory once.
@@ -109,7 +109,7 @@ def show_parts(units: Iterable[LiveUnit]) -> None:
     for live in units:
         for shard in live.unit.shards:
             part = absent_part((shard.shard_numel,), live.unit.dtype)
-            if live.shard is not None:
+            if live.shard is not None and not live.unit.is_packed:
                 part = live.shard[shard.shard_offset : shard.shard_offset + shard.shard_numel]
             status = ZeroParamStatus.AVAILABLE if live.is_present else ZeroParamStatus.NOT_AVAILABLE
             describe(shard.param, shard.index, shard.shape, part, status)
@@ -187,7 +187,7 @@ class _Settler:
         """
         policy, topology = self._policy, self._topology
         if gathers_packed(unit, policy):
-            plain: Gather = PackedGather(topology, unit, memory.travels, self._wires)
+            plain: Gather = PackedGather(topology, unit, memory.travels, self._wires, self._values.workers)
         elif topology.num_shards > 1 or (home is Tier.DEVICE and unit.is_widened):
             plain = UnitGather(topology, unit, memory.travels, policy.gather_way == "single")
         else:
@@ -226,26 +226,33 @@ class _Settler:
             self._store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home, is_durable=False)
         for part in unit.shards:
             piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]
-            if unit.is_packed:
-                plain = torch.zeros(part.shard_numel, dtype=unit.dtype)
-                self._fill_part(part, plain)
-                pack_into(shard, unit.packed_numel, plain, part.shard_offset)
+            if unit.blocks is not None:
+                self._fill_part(part, self._packing(unit, unit.blocks, part, shard))
             elif initial_master(unit) in self._store:
                 values = torch.zeros(part.shard_numel)
-                self._fill_part(part, values)
+                self._fill_part(part, into(values))
                 self._values.put_initial_master(unit, part, values)
                 piece.copy_(values)
             else:
-                self._fill_part(part, piece)
+                self._fill_part(part, into(piece))
             _forget_values(part, self._device)
 
-    def _fill_part(self, part: Shard, out: torch.Tensor) -> None:
-        """Writes this rank's part of a parameter that is not sharded yet; leaves the padding unchanged."""
+    def _packing(self, unit: Unit, form: BlockFormat, part: Shard, shard: torch.Tensor) -> Put:
+        """Packs values into the blocks of a unit. Each call begins at a whole block."""
+
+        def put(start: int, values: torch.Tensor) -> None:
+            values = values.to(shard.device, unit.dtype)
+            pack_into(shard, unit.packed_numel, values, part.shard_offset + start, form, self._values.workers)
+
+        return put
+
+    def _fill_part(self, part: Shard, put: Put) -> None:
+        """Hands this rank's part of a parameter that is not sharded yet to `put`, without padding."""
         owner = registry.owner_of(part.param)
-        if isinstance(owner, ParametersInInit) and owner.topology == self._topology:
-            owner.move_part(part.param, out)
-            return
         if isinstance(owner, ParametersInInit):
+            if owner.topology == self._topology and owner.share_of(part.numel) == part.shard_numel:
+                owner.move_part(part.param, put)
+                return
             value = owner.whole(part.param)
             owner.move_part(part.param, None)
         else:
@@ -255,7 +262,8 @@ class _Settler:
                     value = value.to(self._topology.control_device)
                 share(self._topology, value, f"sharing {part.name}")
         mine = self._values.mine(part, value)
-        out[: mine.numel()].copy_(mine)
+        if mine.numel():
+            put(0, mine)
 
 
 def _forget_values(part: Shard, device: torch.device) -> None:

@@ -502,7 +502,8 @@ class Shards:
         units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
         pools = carve(self.store.arena, self.plan)
-        self.values = Values(self.store, self.topology, self.device, bounce, self.policy.allgather_bucket_numel)
+        spread_numel = self.policy.allgather_bucket_numel
+        self.values = Values(self.store, self.topology, self.device, bounce, spread_numel, self.workers)
         self.tile_pool = pools.tiles
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
         self.units, self._passage = settle(units, self.plan, self.policy, self.values, pools)

@@ -18,7 +18,7 @@ from tiermem.swap.checksum import Pieces
 from tiermem.swap.parts import Moment, Quantised, num_scales
 from tiermem.swap.ranges import ByteRange, Numbers, round_up
 from tiermem.swap.tier import ALIGNMENT
-from tiermem.zero.quantised import BLOCK, byte_ranges
+from tiermem.zero.quantised import BLOCK, BlockFormat, byte_ranges
 from tiermem.zero.unit import Shard, Unit, own_numel, ranges_in
 
 # ---- the layout of a tile --------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def weight_runs(unit: Unit, shard_rank: int, cuts: Sequence[int] = ()) -> Iterat
 
     cuts: elements of its shard layout, ascending, at which tiles divide it.
     """
-    if unit.is_packed:
-        yield from _packed_runs(unit, shard_rank)
+    if unit.blocks is not None:
+        yield from _packed_runs(unit, unit.blocks, shard_rank)
         return
     size = unit.dtype.itemsize
     for span in itertools.starmap(slice, itertools.pairwise([0, *cuts, unit.shard_numel])):
@@ -251,12 +251,13 @@ def weight_runs(unit: Unit, shard_rank: int, cuts: Sequence[int] = ()) -> Iterat
             yield Run(part.shard, _weight, part.in_unit.start * size, first * size, part.numel * size, size)
 
 
-def _packed_runs(unit: Unit, shard_rank: int) -> Iterator[Run]:
+def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[Run]:
     """Codes of all parameters, then their scales; a scale of 4 bytes for each block of a rank's part."""
-    places = [byte_ranges(unit.packed_numel, s.shard_offset, s.shard_offset + s.shard_numel) for s in unit.shards]
+    grain = 8 // form.code_bits  # elements of a byte
+    places = [byte_ranges(unit.packed_numel, s.shard_offset, s.shard_offset + s.shard_numel, form) for s in unit.shards]
     for shard, (codes, _) in zip(unit.shards, places, strict=True):
-        first = shard_rank * shard.shard_numel
-        yield Run(shard, _weight, codes.start, first, own_numel(shard, shard_rank), 1)
+        first, own = shard_rank * shard.shard_numel // grain, -(-own_numel(shard, shard_rank) // grain)
+        yield Run(shard, _weight, codes.start, first, own, 1, grain)
     for shard, (_, scales) in zip(unit.shards, places, strict=True):
         first, own = shard_rank * -(-shard.shard_numel // BLOCK), -(-own_numel(shard, shard_rank) // BLOCK)
         yield Run(shard, _weight_scales, scales.start, first * 4, own * 4, 4, BLOCK)

@@ -19,7 +19,7 @@ from tiermem.precision import DTYPES
 from tiermem.swap.ranges import round_up
 from tiermem.zero.compute import widened_dtype
 from tiermem.zero.leaf import UsedInPieces, apply_rules, has_forward, is_routed, z3_leaf_module
-from tiermem.zero.quantised import packed_bytes
+from tiermem.zero.quantised import BLOCK, FORMATS, INT8, BlockFormat
 
 # ---- lowered weights -------------------------------------------------------------------------------------------------
 #
@@ -43,8 +43,8 @@ def lowered_parameters(model: nn.Module, policy: OffloadPolicy, num_shards: int)
     """The parameters that are gathered in a lower dtype than they rest in, each with that dtype."""
     if policy.gather_dtype is None or policy.stage != 3 or num_shards == 1:
         return {}
-    if policy.quantised_gather or policy.quantised_frozen:
-        return {}  # 8-bit blocks cross ranks
+    if policy.quantised_gather or policy.frozen_blocks:
+        return {}  # blocks cross ranks
     dtype = DTYPES[policy.gather_dtype]
     lowered = {p: dtype for m in _lowered_modules(model, policy) for p in m.parameters(recurse=False)}
     for module in model.modules():
@@ -144,14 +144,16 @@ def _lowered_modules(model: nn.Module, policy: OffloadPolicy) -> Iterator[nn.Mod
 # A unit is a child of the outermost ModuleList. A child that is larger than its buffer is split at its inner modules, down
 # to leaf modules (leaf.py) and tiles (tiled.py). Outside every ModuleList each module that owns parameters is a unit.
 # Small parameters (and, below stage 3, all of them) form *resident* units, which stay present. Parameters of one unit
-# share a dtype (and a lowered dtype), and are all trainable or all frozen. A parameter owned by two modules (tied
-# weights) belongs to the first module's unit, and both modules then trigger that unit.
+# share a dtype (and a lowered dtype), and are all trainable or all frozen; all or none of the frozen ones rest in blocks.
+# A parameter owned by two modules (tied weights) belongs to the first module's unit, and both modules then trigger that
+# unit.
 #
 # There are two layouts, in elements. Every parameter begins at a multiple of ALIGN (64 bytes or more in every dtype):
 #
 #     full    as the maths sees it:   parameter i holds shards x ceil(numel / shards) elements, its own numel first
 #     shard   this rank's part:       parameter i holds ceil(numel / shards) elements, flat row-major, zero-padded tail
 #
+# In units that rest in blocks, shards hold whole blocks: ceil(numel / shards) is rounded up to BLOCK elements.
 # With one shard the two are the same, so a unit is read from disk straight into place. Both are padded to a multiple of
 # UNIT_ALIGN elements, so a tile cut at such a multiple begins at a multiple of 4096 bytes in every dtype. A shard is one
 # contiguous extent: one read.
@@ -334,7 +336,7 @@ class Unit:
     shard_numel: int
     full_dtype: torch.dtype  # of the full layout; another than dtype when parts are cast before the gather, or widened
     is_leaf: bool = False  # the unit of a leaf module
-    is_packed: bool = False  # its shard rests as 8-bit blocks (quantised.py), and is sent as such
+    blocks: BlockFormat | None = None  # its shard rests in such blocks (quantised.py), and is sent as such
 
     @property
     def full_bytes(self) -> int:
@@ -352,10 +354,20 @@ class Unit:
         return self.dtype if self.is_widened else self.full_dtype
 
     @property
+    def is_packed(self) -> bool:
+        """Whether its shard rests in blocks."""
+        return self.blocks is not None
+
+    @property
     def packed_numel(self) -> int:
         """Elements of the shard layout up to the end of the last parameter's blocks: the elements that are packed."""
         last = self.shards[-1]
         return last.shard_offset + round_up(last.shard_numel, ALIGN)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of a rank's blocks: of those in which it rests, or of the 8-bit ones in which it may cross ranks."""
+        return (self.blocks or INT8).packed_bytes(self.packed_numel)
 
     @property
     def rests_as(self) -> torch.dtype:
@@ -366,7 +378,7 @@ class Unit:
     def shard_bytes(self) -> int:
         """Bytes of this rank's part at rest."""
         if self.is_packed:
-            return round_up(packed_bytes(self.packed_numel), _PAGE)
+            return round_up(self.packed_bytes, _PAGE)
         return self.shard_numel * self.dtype.itemsize
 
 
@@ -432,7 +444,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
             f"the model is a leaf, but a {type(model).__name__} has no forward that would fetch it: mark the modules in it"
         )
     names = {param: (i, name) for i, (name, param) in enumerate(model.named_parameters())}
-    persistent = _persistent(model, policy)
+    persistent, form = _persistent(model, policy), FORMATS.get(policy.frozen_blocks or "")
     seen_as = lowered_parameters(model, policy, num_shards) or _widened_parameters(model, policy)
     units: list[Unit] = []
     triggers: dict[nn.Module, list[Unit]] = {}
@@ -442,10 +454,8 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
     for name, module, params, is_leaf in _groups(model, limit, persistent, num_shards):
         needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
         fresh = [p for p in params if p not in owners and p not in persistent]
-        for kind, alike in _by_kind(fresh, is_trained, seen_as).items():
-            is_packed = policy.quantised_frozen and not kind.is_trainable and kind.dtype.is_floating_point
-            unit = _lay_out(name, len(units), alike, names, kind, policy, num_shards)
-            unit = dataclasses.replace(unit, is_leaf=is_leaf, is_packed=is_packed)
+        for kind, alike in _by_kind(fresh, is_trained, seen_as, form).items():
+            unit = _lay_out(name, len(units), alike, names, kind, policy, num_shards, is_leaf)
             _check_size(unit, policy)
             units.append(unit)
             owners.update((p, unit) for p in alike)
@@ -453,7 +463,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
         small.update(dict.fromkeys(p for p in params if p in persistent))
         if needed:
             triggers.setdefault(module, []).extend(needed.values())
-    for kind, alike in _by_kind(list(small), is_trained, {}).items():
+    for kind, alike in _by_kind(list(small), is_trained, {}, None).items():
         unit = _lay_out("persistent", len(units), alike, names, kind, policy, num_shards)
         units.append(dataclasses.replace(unit, is_resident=True))
     return Division(units, triggers, _most_at_once(model, triggers))
@@ -552,14 +562,17 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     is_trainable: bool
     full_dtype: torch.dtype
+    blocks: BlockFormat | None
 
 
 def _by_kind(
-    params: list[nn.Parameter], is_trained: bool, seen_as: Mapping[nn.Parameter, torch.dtype]
+    params: list[nn.Parameter], is_trained: bool, seen_as: Mapping[nn.Parameter, torch.dtype], form: BlockFormat | None
 ) -> dict[_Kind, list[nn.Parameter]]:
     kinds: dict[_Kind, list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
-        kind = _Kind(param.dtype, param.requires_grad and is_trained, seen_as.get(param, param.dtype))
+        is_trainable = param.requires_grad and is_trained
+        has_blocks = not is_trainable and param.dim() > 1 and param.dtype.is_floating_point
+        kind = _Kind(param.dtype, is_trainable, seen_as.get(param, param.dtype), form if has_blocks else None)
         kinds.setdefault(kind, []).append(param)
     return kinds
 
@@ -572,27 +585,21 @@ def _lay_out(
     kind: _Kind,
     policy: OffloadPolicy,
     num_shards: int,
+    is_leaf: bool = False,
 ) -> Unit:
-    reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else kind.dtype
+    dtype, is_trainable, full_dtype, blocks = kind
+    reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else dtype
     shards: list[Shard] = []
     full = part = 0
     for param in params:
         position, full_name = names[param]
-        share = -(-param.numel() // num_shards)
+        share = round_up(-(-param.numel() // num_shards), BLOCK if blocks else 1)  # so ranks cut no block
         shards.append(Shard(full_name, position, param, param.shape, param.numel(), share, full, part, reduce_dtype))
         full += round_up(share * num_shards, ALIGN)
         part += round_up(share, ALIGN)
-    return Unit(
-        name,
-        index,
-        shards,
-        kind.dtype,
-        kind.is_trainable,
-        policy.stage != 3,
-        round_up(max(full, 1), UNIT_ALIGN),
-        round_up(max(part, 1), UNIT_ALIGN),
-        kind.full_dtype,
-    )
+    full, part = round_up(max(full, 1), UNIT_ALIGN), round_up(max(part, 1), UNIT_ALIGN)
+    is_resident = policy.stage != 3
+    return Unit(name, index, shards, dtype, is_trainable, is_resident, full, part, full_dtype, is_leaf, blocks)
 
 
 def _check_size(unit: Unit, policy: OffloadPolicy) -> None:

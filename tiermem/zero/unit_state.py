@@ -267,7 +267,12 @@ class LiveUnit:
     # ---- users -------------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Adds a user. The parameters are ordinary ones until every `hold` is let go."""
+        """Adds a user. The parameters are ordinary ones until every `hold` is let go.
+
+        Raises RuntimeError for a parameter in blocks that requires gradients.
+        """
+        if self.unit.blocks is not None:
+            self._check_frozen(self.unit.blocks.name)
         self.num_users += 1
         if self.num_users == 1:
             absent.wake(self._changing)
@@ -327,6 +332,14 @@ class LiveUnit:
                 zeros = torch.from_numpy(np.zeros(self.unit.full_bytes, np.uint8)).untyped_storage()
                 self.memory.full.untyped_storage()._swap_data_ptr_(zeros)  # type: ignore[attr-defined]
         absent.rest(self._params)
+
+    def _check_frozen(self, form: str) -> None:
+        for shard in self.unit.shards:
+            if shard.param.requires_grad:
+                raise RuntimeError(
+                    f"{shard.name} requires gradients and rests in {form} blocks, which no step can write: set requires_grad "
+                    "before sharding, or shard without blocks (frozen_quant_type=None)"
+                )
 
     # ---- steps of transitions ----------------------------------------------------------------------------------------
 

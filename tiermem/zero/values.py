@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, record
+from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
@@ -34,13 +35,14 @@ class Values:
     """Reads and writes units' weights in a store. Lives as long as the store does.
 
         memory   the shard itself                      NVMe             through a small bounce buffer, a piece at a time
-        packed   int8 codes and their scales           initial master   fp32 values kept until the first step
+        packed   codes and their scales                initial master   fp32 values kept until the first step
 
     A unit rests in its shard layout (unit.py): this rank's part of every parameter, with padding. A full layout that is present
     does not follow writes made here; `Shards.refresh` makes it show them.
 
     bounce: moves pieces of entries on NVMe; None: no entry is on NVMe.
     spread_numel: most elements of resident units' new weights that one call brings to all ranks.
+    workers: threads that pack and unpack blocks on a CPU; None: the caller alone.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class Values:
         device: torch.device,
         bounce: Bounce | None,
         spread_numel: int,
+        workers: Workers | None = None,
     ) -> None:
         self.store = store
         self.topology = topology
         self.device = device
         self._bounce = bounce
         self._spread_numel = spread_numel
+        self.workers = workers
 
     # ---- by element -----------------------------------------------------------------------------------------------------
 
@@ -64,27 +68,39 @@ class Values:
 
         When the unit rests packed, the first element must be a multiple of BLOCK; every parameter begins at one.
         """
-        if not live.unit.is_packed:
+        form = live.unit.blocks
+        if form is None:
             return self._read(live, live.unit.dtype, part)
-        packed = [
-            self._read(live, torch.uint8, each) for each in byte_ranges(live.unit.packed_numel, part.start, part.stop)
-        ]
         out = torch.empty(part.stop - part.start, dtype=live.unit.dtype)
-        return unpack(torch.cat(packed), out.numel(), out)
+        return unpack(self.blocks(live, part), out.numel(), out, 0, False, form, self.workers)
 
     def put_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
         """Overwrites elements of a unit's shard layout from `start` on, in the unit's dtype. Blocks; raises OSError.
 
         Call `drop_head_start` before, and `refresh` after the last write: present parameters do not follow by themselves.
         """
+        form = live.unit.blocks
+        if form is not None:
+            self.put_blocks(live, slice(start, start + values.numel()), pack(values, form, self.workers))
+            return
         live.await_home()
-        if live.unit.is_packed:
-            packed, stop = pack(values), start + values.numel()
-            codes, scales = byte_ranges(live.unit.packed_numel, start, stop)
-            self._write(live, codes.start, packed[: codes.stop - codes.start])
-            self._write(live, scales.start, packed[codes.stop - codes.start :])
-        else:
-            self._write(live, start, values)
+        self._write(live, start, values)
+
+    def blocks(self, live: LiveUnit, part: slice) -> torch.Tensor:
+        """A copy of the blocks of elements of a unit that rests packed: uint8, codes, then scales. Blocks; raises OSError."""
+        return torch.cat([self._read(live, torch.uint8, each) for each in self._places(live, part)])
+
+    def put_blocks(self, live: LiveUnit, part: slice, packed: torch.Tensor) -> None:
+        """Overwrites blocks of a unit that rests packed, as `blocks` gives them. Blocks; raises OSError."""
+        live.await_home()
+        codes, scales = self._places(live, part)
+        self._write(live, codes.start, packed[: codes.stop - codes.start])
+        self._write(live, scales.start, packed[codes.stop - codes.start :])
+
+    def _places(self, live: LiveUnit, part: slice) -> tuple[slice, slice]:
+        """The bytes of the codes and of the scales of elements."""
+        assert live.unit.blocks is not None
+        return byte_ranges(live.unit.packed_numel, part.start, part.stop, live.unit.blocks)
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
         """A copy of elements of an entry, on the CPU; from NVME through a small bounce buffer. Blocks; raises OSError."""
@@ -133,7 +149,8 @@ class Values:
 
         local: this rank's part, flat, with or without its padding.
         """
-        return assemble(self.topology, local, shard.numel, self.device, f"gathering {shard.name}")
+        share, what = shard.shard_numel, f"gathering {shard.name}"
+        return assemble(self.topology, local, share, self.device, what)[: shard.numel]
 
     def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter's elements, flat and without padding: a view where possible."""
@@ -155,8 +172,10 @@ class Values:
 
     def keep_present(self, live: LiveUnit) -> None:
         """Makes a unit at HOME present in torch's own memory until `end_keeping`. Collective; blocks."""
-        shard = live.shard if live.shard is not None else self.elements(live, slice(0, live.unit.shard_numel))
-        live.keep(lambda memory: self.regather(live.unit, shard, memory))
+        shard, unit = live.shard, live.unit
+        if shard is None or unit.is_packed:
+            shard = self.elements(live, slice(0, unit.packed_numel if unit.is_packed else unit.shard_numel))
+        live.keep(lambda memory: self.regather(unit, shard, memory))
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------

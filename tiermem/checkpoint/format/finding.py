@@ -223,12 +223,13 @@ def _check_due(manifest: Manifest, states: States, parameters: Mapping[str, Para
         if (parameter.name, WEIGHT) not in states.numbers and parameter.numel:
             raise ManifestError(f"{source}: {parameter.name[:80]!r} has no weight")
     wrong_form = functools.cache(_wrong_form)  # a model has few forms of states
-    dtypes, checksums = {name: each.dtype for name, each in parameters.items()}, manifest.checksums
+    forms = {name: (each.dtype, each.at_rest) for name, each in parameters.items()}
+    checksums = manifest.checksums
     for (param, state), kind, num_bytes in zip(states.numbers, states.kinds, states.num_bytes, strict=True):
-        wrong, due = wrong_form(state, kind, dtypes[param]), -(-num_bytes // CHECKSUM_BYTES)
+        wrong, due = wrong_form(state, kind, *forms[param]), -(-num_bytes // CHECKSUM_BYTES)
         sums = checksums[param].get(state) if param in checksums else None
         if wrong is None and kind in kinds.SCALED and (param, kinds.scales_of(state)) not in states.numbers:
-            wrong = " is in 8 bits and has no scales"
+            wrong = " is quantised and has no scales"
         if wrong is not None:
             raise ManifestError(f"{source}: {state} of {param[:80]!r}{wrong}")
         if sums is None or len(sums) != due:
@@ -239,11 +240,12 @@ def _check_due(manifest: Manifest, states: States, parameters: Mapping[str, Para
         raise ManifestError(f"{source}: checksums: {param[:80]!r} has no {state[:80]!r}")
 
 
-def _wrong_form(state: str, kind: str, dtype: str) -> str | None:
-    """What is wrong with a kind for a state of a parameter of this dtype."""
+def _wrong_form(state: str, kind: str, dtype: str, at_rest: str | None) -> str | None:
+    """What is wrong with a kind for a state of a parameter of this dtype and form at rest."""
     base = state.split(".")[0]
-    if base == WEIGHT and kinds.SCALES not in state and kind not in (dtype, kinds.PACKED):
-        return f": is {kind}; the parameter is {dtype}"
+    allowed = (kinds.AT_REST[at_rest],) if at_rest else (dtype, kinds.PACKED)
+    if base == WEIGHT and kinds.SCALES not in state and kind not in allowed:
+        return f": is {kind}; the parameter is {at_rest or dtype}"
     is_split_of_other = kind == kinds.SPLIT and (base != MASTER or dtype != "bf16")
     if is_split_of_other or (kind in kinds.OF_SCALES) != (kinds.SCALES in state):
         return f": is {kind}, which no such state is"

@@ -4,6 +4,7 @@
     split                      int16: the 16 bits of an fp32 master that its bf16 weight does not hold (zero/state_layout.py)
     8bit, 8bit-scales          a moment: one byte per element, one scale byte per 64 elements (native/tiermem.h)
     packed, packed-scales      a frozen weight: one int8 per element, one fp32 scale per 64 elements (zero/quantised.py)
+    nf4, packed-scales         a frozen weight: two elements per byte, one fp32 scale per 64 elements (the same)
 
 Blocks of 64 elements start at the first element of a piece. The last block of a piece may be shorter.
 """
@@ -33,10 +34,13 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-SPLIT, CODES, CODE_SCALES, PACKED, PACKED_SCALES = "split", "8bit", "8bit-scales", "packed", "packed-scales"
+SPLIT, CODES, CODE_SCALES = "split", "8bit", "8bit-scales"
+PACKED, NF4, PACKED_SCALES = "packed", "nf4", "packed-scales"
+AT_REST: Mapping[str, str] = MappingProxyType({"int8": PACKED, "nf4": NF4})
+"""The kind of the codes of each form in which a frozen parameter may rest."""
 DTYPES = frozenset(_DTYPES)
-KINDS = DTYPES | {SPLIT, CODES, CODE_SCALES, PACKED, PACKED_SCALES}
-SCALED, OF_SCALES = frozenset({CODES, PACKED}), frozenset({CODE_SCALES, PACKED_SCALES})
+KINDS = DTYPES | {SPLIT, CODES, CODE_SCALES, PACKED, NF4, PACKED_SCALES}
+SCALED, OF_SCALES = frozenset({CODES, PACKED, NF4}), frozenset({CODE_SCALES, PACKED_SCALES})
 """Kinds of codes, whose scales are a state of their own; and the kinds of those scales."""
 
 
@@ -56,15 +60,15 @@ def dtype_of(name: str) -> torch.dtype:
 def bytes_of(kind: str, numel: int) -> int:
     """Bytes of the first `numel` elements of a piece."""
     if kind in SCALED:
-        return numel
+        return -(-numel // 2) if kind == NF4 else numel
     if kind in OF_SCALES:
         return -(-numel // BLOCK) * (1 if kind == CODE_SCALES else 4)
     return numel * (2 if kind == SPLIT else _DTYPES[kind].itemsize)
 
 
 def grain_of(kind: str) -> tuple[int, int]:
-    """The smallest unit of a kind: (bytes, elements). For scales it is one scale and its block; else one element."""
-    return bytes_of(kind, 1), BLOCK if kind in OF_SCALES else 1
+    """The smallest unit of a kind: (bytes, elements): one scale and its block, one byte of 4-bit codes, or one element."""
+    return bytes_of(kind, 1), BLOCK if kind in OF_SCALES else 2 if kind == NF4 else 1
 
 
 def scales_of(state: str) -> str:

@@ -42,7 +42,9 @@ checksums of each 1 MiB of a state's bytes, in the order of its elements as if t
           manifest holds them, not the blocks: a block that was written elsewhere, or not at all, differs from its checksum
 choices   {name: value}, strings: choices that can affect bits, that all ranks share, and that are not as by default.
           "compute_dtype" "fp32": weights of 16 bits are multiplied in fp32. A reader refuses what it does not know
-at_rest   the form of a frozen parameter that rests quantised. Reserved: null; a reader refuses any other value
+at_rest   the form of a frozen parameter that rests in blocks: "int8" or "nf4"; its weight has the kind "packed" or "nf4", and
+          its dtype is that of the values which the blocks stand for. null: it rests in its dtype; before forms were named,
+          also "int8". A reader refuses a form that it does not know
 number    a pointer's number is that of `latest` when it was written, plus 1. Numbers belong to a series: a new series begins
           where no `latest` can be trusted. finding.py says which states a crash leaves, and which only a change from outside
 
@@ -60,7 +62,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, FailFast, Field, PlainValidator
@@ -138,8 +140,12 @@ def choices_of(compute_dtype: str) -> dict[str, str]:
     return {} if compute_dtype == "storage" else {_COMPUTE: compute_dtype}
 
 
-def _known(found: str) -> str:
-    """Refuses every form at rest: this version knows none."""
+def _known_form(found: str) -> str:
+    """Refuses a form at rest that this version does not know."""
+    return found if found in kinds.AT_REST else _unknown(found)
+
+
+def _unknown(found: str) -> NoReturn:
     raise ValueError(f"{found!r:.80} is unknown: it was written by a newer tiermem, open it with that")
 
 
@@ -147,7 +153,7 @@ def _known_choices(found: Mapping[str, str]) -> Mapping[str, str]:
     """Refuses choices that this version does not know."""
     for name, value in found.items():
         if {name: value} != choices_of("fp32"):
-            _known(name if name != _COMPUTE else value)
+            _unknown(name if name != _COMPUTE else value)
     return found
 
 
@@ -221,7 +227,7 @@ class Parameter:
     is_trainable: Annotated[bool, Field(strict=True, alias="trainable")]
     num_steps: Whole
     group: Whole | None
-    at_rest: Annotated[str, AfterValidator(_known)] | None = None
+    at_rest: Annotated[str, AfterValidator(_known_form)] | None = None
 
     @property
     def numel(self) -> int:

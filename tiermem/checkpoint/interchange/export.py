@@ -65,7 +65,7 @@ class Weight:
 def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> list[Weight]:
     """The weights and buffers, in the order of the model. Ordinary parameters are no weights of the model.
 
-    dtype: of floating-point values. None: as stored, bit by bit; an 8-bit weight has the dtype of its parameter. fp32: the
+    dtype: of floating-point values. None: as stored, bit by bit; a weight in blocks has the dtype of its parameter. fp32: the
         master where it was saved beside the weight, else the weight. Another dtype: the weight if it is stored in this dtype,
         else the master, rounded to nearest. Other values keep their dtype.
 

@@ -279,7 +279,7 @@ def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: 
             keeps = not (wants.weights and wants.states) or not fitted.is_complete
             tiles.fill(filling.fill, keeps)
         for live, shard in untiled:
-            _put_weight(shards, live, shard, fitted.params[shard], filling)
+            _put_weight(shards, live, shard, fitted.params[shard], source, filling)
         for tensor, name in fitted.buffers if wants.weights else ():
             _put_buffer(tensor, name, source, shards.topology)
 
@@ -314,15 +314,23 @@ def _in_order(
             yield Elements(name, state, first + start, min(CHUNK_NUMEL, numel - start))
 
 
-def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, filling: Filling) -> None:
-    """Fills the weight of a parameter without tiles, in pieces, and the fp32 values that its master will start from."""
+def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, source: Source, filling: Filling) -> None:
+    """Fills the weight of a parameter without tiles, in pieces, and the fp32 values that its master will start from.
+
+    A weight that rests in blocks gets the saved blocks themselves, where they are of the same form.
+    """
     first, numel = shard.shard_numel * shards.topology.shard_rank, shards.values.num_mine(shard)
     keeps_initial = initial_master(live.unit) in shards.store
     for start in range(0, numel, CHUNK_NUMEL):
-        due = name, first + start, min(CHUNK_NUMEL, numel - start)
+        due, place = (name, first + start, min(CHUNK_NUMEL, numel - start)), shard.shard_offset + start
+        if live.unit.blocks is not None:
+            packed = source.blocks(*due, live.unit.blocks)
+            if packed is not None:
+                shards.values.put_blocks(live, slice(place, place + due[2]), packed)
+                continue
         if keeps_initial:
             shards.values.put_initial_master(live.unit, shard, filling.weight(*due, torch.float32), start)
-        shards.values.put_elements(live, shard.shard_offset + start, filling.weight(*due, live.unit.dtype))
+        shards.values.put_elements(live, place, filling.weight(*due, live.unit.dtype))
 
 
 def _put_buffer(tensor: torch.Tensor, name: str, source: Source, topology: Topology) -> None:

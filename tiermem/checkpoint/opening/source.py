@@ -31,13 +31,14 @@ from tiermem.swap import durable
 from tiermem.swap.native import Workers, widen_part
 from tiermem.swap.parts import Quantised
 from tiermem.swap.run_folder import Owner, RunName, owner_of, share, this_process
-from tiermem.zero.quantised import BLOCK, unpack
+from tiermem.zero.quantised import BLOCK, FORMATS, BlockFormat, unpack
 from tiermem.zero.state_layout import is_positive
 from tiermem.zero.topology import fair_cores, fair_threads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_FORMS = {kind: FORMATS[name] for name, kind in kinds.AT_REST.items()}
 CHUNK_NUMEL = 4 << 20
 """Elements of a large state that a caller should read at a time: 16 MiB in fp32."""
 
@@ -232,6 +233,26 @@ class Source:
         else:
             out.copy_(self.fp32(param, MASTER, start, out.numel()))
 
+    def blocks(self, param: str, start: int, numel: int, form: BlockFormat) -> torch.Tensor | None:
+        """The blocks of elements [start, start + numel) of a frozen weight as saved: uint8, codes, then scales.
+
+        None: it was saved in another form, or its blocks do not begin at multiples of BLOCK. start: such a multiple. Blocks;
+        raises as `read`.
+        """
+        if _FORMS.get(self.kind(param, WEIGHT) or "") != form:
+            return None
+        stream = self._stream(param, WEIGHT)
+        scales = self._scales_of(stream)
+        found = [(span, list(scales.spans(span.start, span.numel))) for span in stream.spans(start, numel)]
+        if any(each.start % BLOCK for span, own in found for each in (span, *own)):
+            return None
+        of_blocks, codes = list[torch.Tensor](), list[torch.Tensor]()
+        for span, own in found:
+            of_blocks += map(self._bytes, own)
+            codes.append(self._bytes(span))
+        padding = torch.zeros(form.code_bytes(numel) - sum(each.numel() for each in codes), dtype=torch.uint8)
+        return torch.cat([*codes, padding, *of_blocks])
+
     def verify(self, param: str, state: str) -> Iterator[int]:
         """Compares every block of a state with its checksum; yields the bytes of each chunk. Raises DamagedState, OSError."""
         yield from self._verified.verify(self._stream(param, state))
@@ -285,9 +306,7 @@ class Source:
         if stream.kind == kinds.SPLIT:
             return torch.int16
         if stream.kind not in kinds.DTYPES:
-            raise ValueError(
-                f"{stream.state} of {stream.param} is stored in 8 bits ({stream.kind}): ask for it in fp32"
-            )
+            raise ValueError(f"{stream.state} of {stream.param} is stored in codes ({stream.kind}): ask for it in fp32")
         return kinds.dtype_of(stream.kind)
 
     def _weight_beside(self, param: str, rank: str) -> str:
@@ -302,17 +321,17 @@ class Source:
             if any((each.start - span.start) % BLOCK for each in own):
                 raise ManifestError(f"{self.file}: {stream.state} of {stream.param}: its scales are of other blocks")
             of_span = torch.cat([self._bytes(each) for each in own])
-            values = self._unscaled(stream, self._bytes(span), of_span)
+            values = self._unscaled(stream, span.numel, self._bytes(span), of_span)
             parts.append(values[max(0, start - span.start) :])
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
-    def _unscaled(self, stream: Stream, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _unscaled(self, stream: Stream, numel: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if stream.kind == kinds.CODES:
             positive = is_positive(stream.state.partition(".")[0])
             return widen_part(self._threads(), Quantised(codes, scales), is_positive=positive)
-        numel = codes.numel()
-        filled = torch.nn.functional.pad(codes, (0, -numel % BLOCK))
-        return unpack(torch.cat([filled, scales]), numel, torch.empty(numel))
+        form = _FORMS[stream.kind]
+        filled = torch.nn.functional.pad(codes, (0, form.code_bytes(numel) - codes.numel()))
+        return unpack(torch.cat([filled, scales]), numel, torch.empty(numel), 0, False, form, self._threads())
 
     def _bytes(self, span: Span) -> torch.Tensor:
         out = torch.empty(span.num_bytes, dtype=torch.uint8)

@@ -49,9 +49,12 @@ def parameters(
             continue
         names = tuple(name for name in aliases[id(shard.param)] if name != shard.name)
         dtype, group = kinds.name_of(live.unit.dtype), groups.get(id(shard.param))
-        is_trainable = shard.param.requires_grad
+        form, trains = live.unit.blocks, shard.param.requires_grad
+        at_rest = None if form is None else form.name
         found.append(
-            Parameter(shard.name, names, "parameter", tuple(shard.shape), dtype, is_trainable, shard.num_steps, group)
+            Parameter(
+                shard.name, names, "parameter", tuple(shard.shape), dtype, trains, shard.num_steps, group, at_rest
+            )
         )
     for (name, *others), buffer in buffers(shards.model):
         dtype = kinds.name_of(buffer.dtype)
@@ -169,12 +172,13 @@ def _holder(live: LiveUnit) -> str | torch.Tensor:
 def _weight(shards: Shards, live: LiveUnit, shard: Shard, holder: str | torch.Tensor) -> Iterator[Stretch]:
     unit, numel = live.unit, shards.values.num_mine(shard)
     first, offset = shard.shard_numel * shards.topology.shard_rank, shard.shard_offset
-    if not unit.is_packed:
+    if unit.blocks is None:
         size, kind = unit.dtype.itemsize, kinds.name_of(unit.dtype)
         yield Stretch(shard.name, WEIGHT, kind, first, numel, first * size, (holder, offset * size))
         return
-    codes, scales = byte_ranges(unit.packed_numel, offset, offset + numel)
-    yield Stretch(shard.name, WEIGHT, kinds.PACKED, first, numel, first, (holder, codes.start))
+    codes, scales = byte_ranges(unit.packed_numel, offset, offset + numel, unit.blocks)
+    kind = kinds.AT_REST[unit.blocks.name]
+    yield Stretch(shard.name, WEIGHT, kind, first, numel, kinds.bytes_of(kind, first), (holder, codes.start))
     before, kind = _scales_before(shards, shard, kinds.PACKED_SCALES), kinds.PACKED_SCALES
     yield Stretch(shard.name, WEIGHT + kinds.SCALES, kind, first, numel, before, (holder, scales.start))
 
