@@ -70,6 +70,11 @@ def test_a_fetch_reads_the_bits_of_blocks(field: str, value: Any, share: float, 
         policy = policy_of(None, Tier.NVME, tmp_path, persistence_numel=2000, unit_buffers=2, **fields)
         with tiermem.shard(model, policy) as shards:
             rows = shards.plan.rows
+            whys = {r.why for r in rows if r.what == "parameters"}
+            assert (
+                whys == {"rest on NVME, frozen matrices in " + ("nf4" if share < 0.5 else "int8") + " blocks"}
+                or not fields
+            )
             planned.append(sum(r.num_bytes for r in rows if (r.what, r.tier) == ("parameters", Tier.NVME)))
             before = shards.store.stats().nvme_read_bytes
             with torch.no_grad():
@@ -116,6 +121,17 @@ def test_unfreezing_is_refused_with_the_alternative(tmp_path: Path) -> None:
             loss_of(model, 0)
         model.layers[1].up.weight.requires_grad_(False)
         loss_of(model, 0).backward()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_model_for_inference_rests_in_blocks_whole(tier: Tier, tmp_path: Path) -> None:
+    model = seeded(zoo.Tower)
+    twin = blocked(copy.deepcopy(model).requires_grad_(False), "nf4")
+    with tiermem.shard(model, policy_of("nf4", tier, tmp_path), is_trained=False) as shards, torch.no_grad():
+        assert {shard.name for live, shard in shards.parameters() if live.unit.is_packed} == {
+            n for n, _ in frozen(twin)
+        }
+        assert loss_of(model, 0) == loss_of(twin, 0)
 
 
 def test_nothing_else_is_packed(tmp_path: Path) -> None:

@@ -412,11 +412,12 @@ class _Planner:
             home = Tier.DEVICE if self._states is Tier.DEVICE else Tier.HOST
             shards = _pages(u.shard_bytes for u in present)
             sheet.add("their shards", home, shards, "what a step writes", crosses_link=self._is_gpu)
+        blocks = f", frozen matrices in {form} blocks" if (form := self._policy.frozen_blocks) else ""
         for tier in (Tier.HOST, Tier.DEVICE):
             home = tier if self._is_gpu else Tier.HOST
             at_rest = _pages(u.shard_bytes for u in at_home[tier])
-            sheet.add("parameters", home, at_rest, f"rest on {home.name}", crosses_link=self._is_gpu)
-        sheet.add("parameters", Tier.NVME, _pages(u.shard_bytes for u in at_home[Tier.NVME]), "rest on NVME")
+            sheet.add("parameters", home, at_rest, f"rest on {home.name}{blocks}", crosses_link=self._is_gpu)
+        sheet.add("parameters", Tier.NVME, _pages(u.shard_bytes for u in at_home[Tier.NVME]), f"rest on NVME{blocks}")
         if keeps_secondary(self._policy, self._num_shards):
             num_across = self._num_shards // self._policy.secondary_group_size
             sizes = [secondary_numel(u, num_across) * u.dtype.itemsize for u in self._units if not u.is_resident]

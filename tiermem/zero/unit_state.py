@@ -97,6 +97,8 @@ class LiveUnit:
         self._stage: Stage | None = None  # holds the shard on its way to a gather or to the accelerator
         self._coming: Move | StagedRead | _Gathering | None = None  # the transfer of READING or GATHERING
         self._params = [shard.param for shard in unit.shards]
+        # In a model for inference parameters in blocks may require gradients.
+        self._stays_frozen = unit.blocks is not None and not any(param.requires_grad for param in self._params)
         self._changing = [] if unit.is_resident else self._params  # their class shows whether the unit has users
         self._out: set[int] = set()  # parameters that hold their own copy (access.py)
         self._point()
@@ -271,8 +273,8 @@ class LiveUnit:
 
         Raises RuntimeError for a parameter in blocks that requires gradients.
         """
-        if self.unit.blocks is not None:
-            self._check_frozen(self.unit.blocks.name)
+        if self._stays_frozen:
+            self._check_frozen()
         self.num_users += 1
         if self.num_users == 1:
             absent.wake(self._changing)
@@ -333,12 +335,13 @@ class LiveUnit:
                 self.memory.full.untyped_storage()._swap_data_ptr_(zeros)  # type: ignore[attr-defined]
         absent.rest(self._params)
 
-    def _check_frozen(self, form: str) -> None:
+    def _check_frozen(self) -> None:
         for shard in self.unit.shards:
             if shard.param.requires_grad:
+                assert self.unit.blocks is not None
                 raise RuntimeError(
-                    f"{shard.name} requires gradients and rests in {form} blocks, which no step can write: set requires_grad "
-                    "before sharding, or shard without blocks (frozen_quant_type=None)"
+                    f"{shard.name} requires gradients and rests in {self.unit.blocks.name} blocks, which no step can write: "
+                    "set requires_grad before sharding, or shard without blocks (frozen_quant_type=None)"
                 )
 
     # ---- steps of transitions ----------------------------------------------------------------------------------------
