@@ -346,8 +346,8 @@ int tm_part_narrow(tm_workers *workers, uint64_t n, const float *values, const t
  * loops_blocks.h has the levels and the order of the codes. The last block is padded: `codes` holds whole blocks. */
 enum tm_blocks { TM_NF4 = 4, TM_INT8 = 8, TM_WEIGHT_BLOCK = 64 };
 
-/* values[i] = the value of element i, computed in fp32 and rounded once to `dtype`: fp32, bf16 or fp16. -EINVAL: another
- * kind or dtype, or a missing pointer. Blocks. */
+/* values[i] = the value of element i, computed in fp32 and rounded once to `dtype`: fp32, bf16 or fp16. -EINVAL:
+ * another kind or dtype, or a missing pointer. Blocks. */
 int tm_blocks_unpack(tm_workers *workers, int32_t kind, uint64_t n, const void *codes, const float *scales,
                      void *values, int32_t dtype);
 

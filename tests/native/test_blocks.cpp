@@ -30,7 +30,8 @@ struct Blocks {
     std::vector<float> scales;
 
     Blocks(int kind, uint64_t n)
-        : kind(kind), n(n), codes((n + BLOCK - 1) / BLOCK * BLOCK * (unsigned)kind / 8), scales((n + BLOCK - 1) / BLOCK) {}
+        : kind(kind), n(n), codes((n + BLOCK - 1) / BLOCK * BLOCK * (unsigned)kind / 8),
+          scales((n + BLOCK - 1) / BLOCK) {}
 
     int pack(const void *values, int dtype) {
         return tm_blocks_pack(nullptr, kind, n, values, dtype, codes.data(), scales.data());
