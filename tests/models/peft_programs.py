@@ -17,6 +17,7 @@ from twins import loss_of
 
 from tiermem.integrations.peft import merge_and_unload
 from tiermem.zero import GatheredParameters
+from tiermem.zero.quantised import NF4, pack, unpack
 
 
 def adapted(**fields: Any) -> Any:
@@ -116,11 +117,11 @@ def adapters_added_after_sharding(face: Face) -> Found:
     base = face.shard(zoo.llama().requires_grad_(False))
     torch.manual_seed(11 + face.rank * isinstance(face, Sharded))
     model: Any = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
-    found = [train_ordinary(face, model, range(NUM_STEPS))]
+    found = [train_all(face, model, range(NUM_STEPS))]
     torch.manual_seed(12 + face.rank * isinstance(face, Sharded))
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
     model.set_adapter("second")
-    found.append(train_ordinary(face, model, range(NUM_STEPS, NUM_STEPS + 3)))
+    found.append(train_all(face, model, range(NUM_STEPS, NUM_STEPS + 3)))
     model.delete_adapter("default")
     with model.disable_adapter():
         found.append([loss_of(model, 77).item()])
@@ -131,7 +132,7 @@ def adapters_added_after_sharding(face: Face) -> Found:
     }
 
 
-def train_ordinary(face: Face, model: Any, steps: range) -> list[float]:
+def train_all(face: Face, model: Any, steps: range) -> list[float]:
     optim, losses = face.adamw([p for p in model.parameters() if p.requires_grad]), []
     for step in steps:
         loss = loss_of(model, face.sample(step))
@@ -139,6 +140,24 @@ def train_ordinary(face: Face, model: Any, steps: range) -> list[float]:
         face.step(optim)
         losses.append(loss.item())
     return losses
+
+
+def qlora(face: Face) -> Found:
+    return on_nf4(face, adapted(target_modules="all-linear"))
+
+
+def dora_on_nf4(face: Face) -> Found:
+    return on_nf4(face, adapted(target_modules="all-linear", use_dora=True).bfloat16())
+
+
+def on_nf4(face: Face, model: Any) -> Found:
+    """The plain model holds what the blocks do: packing these values again gives the same."""
+    for param in model.parameters():
+        flat = param.detach().reshape(-1)
+        if not param.requires_grad and param.dim() > 1:
+            param.data = unpack(pack(flat, NF4), flat.numel(), torch.empty_like(flat), form=NF4).view(param.shape)
+    model = face.shard(model, frozen_quant_type="nf4")
+    return {"losses": train_all(face, model, range(NUM_STEPS)), "weights": face.weights(model)}
 
 
 def adapters_saved(face: Face) -> Found:
@@ -218,6 +237,8 @@ PROGRAMS: dict[str, Program] = {
         adapters_put_back,
         adapters_merged,
         adapters_switched,
+        qlora,
+        dora_on_nf4,
         adapters_added_after_sharding,
         merged_and_unloaded,
         merged_by_peft_itself,
