@@ -157,6 +157,8 @@ def on_nf4(face: Face, model: Any) -> Found:
         if not param.requires_grad and param.dim() > 1:
             param.data = unpack(pack(flat, NF4), flat.numel(), torch.empty_like(flat), form=NF4).view(param.shape)
     model = face.shard(model, frozen_quant_type="nf4")
+    if isinstance(face, Sharded):
+        assert any(live.unit.is_packed for live in face.shards_of(model).units)
     return {"losses": train_all(face, model, range(NUM_STEPS)), "weights": face.weights(model)}
 
 

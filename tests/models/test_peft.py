@@ -16,28 +16,50 @@ from peft_programs import PROGRAMS, adapted
 import tiermem
 
 HERE = Path(__file__).parent
+TELLING = ["lora", "dora_on_nf4", "adapters_added_after_sharding", "merged_and_unloaded"]
+OTHERS = [name for name in PROGRAMS if name not in TELLING]
+EVERY = [(name, home) for name in PROGRAMS for home in HOMES]
+FEW = {(name, home) for name, home in EVERY if name in TELLING or home == "nvme"}
 Differences = dict[tuple[str, str], list[str]]
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Differences]:
-    nvme = tmp_path_factory.mktemp("nvme")
-    found = launch(HERE / "run_on_ranks.py", 2, tmp_path_factory.mktemp("out"), str(nvme), "peft", *PROGRAMS)
+def launched(names: list[str], factory: pytest.TempPathFactory) -> list[Differences]:
+    nvme = factory.mktemp("nvme")
+    found = launch(HERE / "run_on_ranks.py", 2, factory.mktemp("out"), str(nvme), "peft", *names)
     assert not list(nvme.iterdir())
     return found
 
 
-@pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Differences]:
+    return launched(TELLING, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def others_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Differences]:
+    return launched(OTHERS, tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    ("name", "home"), [pytest.param(*pair, marks=[] if pair in FEW else [pytest.mark.slow]) for pair in EVERY]
+)
 def test_peft_adapters_do_as_in_plain_pytorch(name: str, home: str, tmp_path: Path) -> None:
     sharded = run(PROGRAMS[name], Sharded(policy_of(home, tmp_path)))
     assert compare(sharded, run(PROGRAMS[name], Plain())) == []
 
 
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", TELLING)
 def test_peft_adapters_do_so_on_two_ranks(name: str, home: str, on_two_ranks: list[Differences]) -> None:
     for differences in on_two_ranks:
+        assert differences[name, home] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_do_so_on_two_ranks(name: str, home: str, others_on_two_ranks: list[Differences]) -> None:
+    for differences in others_on_two_ranks:
         assert differences[name, home] == []
 
 
