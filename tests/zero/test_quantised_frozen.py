@@ -102,6 +102,23 @@ def test_values_that_are_put_come_back_from_their_blocks(tier: Tier, form: str, 
 
 
 @pytest.mark.parametrize("compute_dtype", ["storage", "fp32"])
+def test_values_that_are_put_in_forward_are_seen_as_their_blocks_hold_them(compute_dtype: str, tmp_path: Path) -> None:
+    model = seeded(zoo.frozen_tower).bfloat16()
+    with tiermem.shard(model, policy_of("nf4", Tier.NVME, tmp_path, compute_dtype=compute_dtype)), torch.no_grad():
+        weight = model.layers[1].up.weight
+        before = loss_of(model, 0)
+
+        def put(*_: Any) -> None:
+            with tiermem.zero.GatheredParameters(weight, modifier_rank=0):
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
+
+        handle = model.layers[1].register_forward_pre_hook(put)
+        during = loss_of(model, 0)
+        handle.remove()
+        assert loss_of(model, 0) == during != before
+
+
+@pytest.mark.parametrize("compute_dtype", ["storage", "fp32"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_units_that_are_kept_for_generation_hold_values(tier: Tier, compute_dtype: str, tmp_path: Path) -> None:
     model = seeded(zoo.frozen_tower).bfloat16()

@@ -9,12 +9,12 @@ imports only files above it):
     joining         creates the process group from the launcher's environment
     collectives     calls that all ranks make together
     compute         the dtype of products, apart from that at rest
-    quantised       blocks of 8-bit integers with one scale each
+    quantised       blocks of 8-bit or 4-bit codes with one scale each
     leaf            modules whose parameters form one unit
     unit            how the parameters of a unit lie in memory
     state_layout    where the parts of a tile's states lie
     gather          brings the shards of all ranks together
-    packed          gathers and reductions of 8-bit blocks
+    packed          gathers and reductions of blocks
     reduce          adds up buckets of gradients over ranks
     plan            bytes on every tier, computed before allocation
     pools           the buffers of a plan, carved from the arena

@@ -359,7 +359,7 @@ class _Planner:
         shards = sheet.buffers("shard", num_shards, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu)
         wired = (u for u in streamed if gathers_packed(u, policy) and needs_wire(u, self._num_shards, self._is_gpu))
         wire_sizes = (wire_bytes(u, self._num_shards) for u in wired)
-        wires = sheet.buffers("wire", units.num, wire_sizes, "8-bit blocks on their way between ranks", tier=place)
+        wires = sheet.buffers("wire", units.num, wire_sizes, "blocks on their way between ranks", tier=place)
         gradients = self._add_gradients(sheet, grads)
         num_links = _LINK_BUFFERS * (self._is_gpu and grads is not Tier.DEVICE)
         limit = policy.reduce_bucket_numel if self._world > 1 else sys.maxsize

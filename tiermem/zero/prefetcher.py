@@ -191,7 +191,7 @@ class Streamed(Protocol):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether it is gathered: from the shards of all ranks, or from 8-bit blocks."""
+        """Whether it is gathered: from the shards of all ranks, or from blocks."""
 
     @property
     def reads(self) -> bool:

@@ -260,7 +260,8 @@ class Shards:
         else:
             self.replace_mine(live, shard, self.values.mine(shard, value.detach()).cpu())
         if live.num_users and live.is_streamed:
-            live.memory.views[live.unit.shards.index(shard)].copy_(value.to(live.unit.dtype).view(shard.shape))
+            shown = self.weight(param) if live.unit.is_packed else value.to(live.unit.dtype).view(shard.shape)
+            live.memory.views[live.unit.shards.index(shard)].copy_(shown)
 
     def replace_mine(self, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
         """Replaces this rank's part of a parameter that has no master yet; every rank gives its own. Collective; blocks."""
@@ -502,16 +503,15 @@ class Shards:
         units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
         pools = carve(self.store.arena, self.plan)
-        spread_numel = self.policy.allgather_bucket_numel
-        self.values = Values(self.store, self.topology, self.device, bounce, spread_numel, self.workers)
+        policy, workers, trainable = self.policy, self.workers, [u for u in units if u.is_trainable]
+        self.values = Values(self.store, self.topology, self.device, bounce, policy.allgather_bucket_numel, workers)
         self.tile_pool = pools.tiles
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
         self.units, self._passage = settle(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
         self.store.settle()
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
-        policy, trainable = self.policy, [u for u in units if u.is_trainable]
-        self.homes = GradientHomes(trainable, self.plan.grads, self.store, self.topology, self.workers, pools, policy)
+        self.homes = GradientHomes(trainable, self.plan.grads, self.store, self.topology, workers, pools, policy)
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
         activations = make_activations(self.model, self.units, self.plan, policy, self.store, pools.activations)

@@ -50,7 +50,7 @@ class _Gathering(NamedTuple):
 class LiveUnit:
     """One unit: its state, and the number of its users.
 
-        parts on several ranks, or 8-bit blocks    HOME --read--> READING --gather--> GATHERING --land--> PRESENT
+        parts on several ranks, or blocks          HOME --read--> READING --gather--> GATHERING --land--> PRESENT
         one shard, CPU                             HOME --read--> READING --land--> PRESENT
         one shard in memory, CPU, widened          HOME --copy--> COPYING --land--> PRESENT
         one shard on NVMe, accelerator             HOME --read--> READING --land--> PRESENT
@@ -118,7 +118,7 @@ class LiveUnit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether it is gathered: from the shards of all ranks, or from 8-bit blocks."""
+        """Whether it is gathered: from the shards of all ranks, or from blocks."""
         return self._gather is not None
 
     @property
