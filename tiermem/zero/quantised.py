@@ -12,21 +12,24 @@ zeros. A block that holds NaN or infinity unpacks to NaN, so non-finite values a
 parameters in a unit's layouts, so no block holds values of two parameters.
 
 On a CPU native kernels pack and unpack (native/blocks.cpp). Elsewhere, and for other dtypes, torch calls on pieces of PIECE
-elements give the same bits, and no fp32 copy of a whole tensor is made.
+elements give the same bits, and no fp32 copy of a whole tensor is made. On an accelerator pieces are larger, since each costs
+a few launches, and no call waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from tiermem.swap.accelerator import is_accelerator, to_device
 from tiermem.swap.native import Workers, pack_blocks, unpack_blocks
 from tiermem.swap.parts import STORED, Packed
 
 BLOCK = 64  # elements
 PIECE = 1 << 18  # elements
+_PIECE_ON_DEVICE = 1 << 22  # elements
 _SCALE_BYTES = 4
 _LARGEST_CODE = 127
 LEVELS = (
@@ -35,6 +38,7 @@ LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The levels of NF4, ascending, as QLoRA's appendix E has them."""
+_PAIRS = [(a, b) for a in LEVELS for b in LEVELS]  # the levels of both codes of a byte
 
 
 class BlockFormat(NamedTuple):
@@ -83,7 +87,7 @@ def pack_into(
     if values.device.type == "cpu" and values.dtype in STORED:
         pack_blocks(workers, form.code_bits, values.contiguous(), blocks)
         return
-    for first, last in _pieces(values.numel()):
+    for first, last in _pieces(values):
         block = values[first:last].to(torch.float32, copy=True)
         block = torch.nn.functional.pad(block, (0, -block.numel() % BLOCK))
         rows = block.view(-1, BLOCK)
@@ -119,8 +123,9 @@ def unpack(
     if out.device.type == "cpu" and out.dtype in STORED and not add:
         unpack_blocks(workers, form.code_bits, blocks, out)
         return out
-    for first, last in _pieces(out.numel()):
-        rows = _values(blocks.codes[form.code_bytes(first) : form.code_bytes(last)], form).view(-1, BLOCK)
+    pairs = _table(_PAIRS, out.device) if form == NF4 else None
+    for first, last in _pieces(out):
+        rows = _values(blocks.codes[form.code_bytes(first) : form.code_bytes(last)], pairs).view(-1, BLOCK)
         values = torch.mul(rows, blocks.scales[first // BLOCK : -(-last // BLOCK)].unsqueeze(1)).view(-1)
         target = out[first:last]
         if add:
@@ -151,20 +156,23 @@ def _codes(quotients: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     """The codes of whole blocks of x / scale, as uint8."""
     if form == INT8:
         return quotients.round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE).to(torch.int8).view(torch.uint8)
-    levels = torch.tensor(LEVELS, dtype=torch.float32, device=quotients.device)
+    levels = _table(LEVELS, quotients.device)
     numbers = torch.bucketize(quotients, (levels[:-1] + levels[1:]) * 0.5).to(torch.uint8)
     return numbers[::2] * 16 + numbers[1::2]
 
 
-def _values(codes: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """The values of codes in scales: int8, or fp32 levels."""
-    if form == INT8:
+def _values(codes: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
+    """The values of codes in scales: int8, or fp32 from a table of the levels of every byte."""
+    if pairs is None:
         return codes.view(torch.int8)
-    levels = torch.tensor(LEVELS, dtype=torch.float32, device=codes.device)
-    numbers = torch.stack([codes // 16, codes % 16], dim=1)
-    return levels[numbers.to(torch.int64).view(-1)]
+    return pairs.index_select(0, codes.to(torch.int32)).view(-1)
 
 
-def _pieces(numel: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, numel, PIECE):
-        yield first, min(first + PIECE, numel)
+def _table(values: Sequence[object], device: torch.device) -> torch.Tensor:
+    return to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
+
+
+def _pieces(values: torch.Tensor) -> Iterator[tuple[int, int]]:
+    numel, step = values.numel(), _PIECE_ON_DEVICE if is_accelerator(values.device) else PIECE
+    for first in range(0, numel, step):
+        yield first, min(first + step, numel)
