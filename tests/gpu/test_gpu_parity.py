@@ -17,6 +17,7 @@ from twins import Block, train_steps
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator, reset_peak, usage
+from tiermem.zero.quantised import FORMATS, pack, unpack
 
 pytestmark = pytest.mark.gpu
 
@@ -93,6 +94,29 @@ def test_states_on_the_device_are_stepped_there_as_on_the_cpu(accelerator: torch
     there = train(Tier.DEVICE, Tier.DEVICE, tmp_path)
     assert there == pytest.approx(train(Tier.HOST, Tier.HOST, tmp_path), rel=1e-2)
     assert there[-1] < there[0]
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_blocks_are_unpacked_there_as_on_the_cpu(
+    tier: Tier, form: str, accelerator: torch.device, tmp_path: Path
+) -> None:
+    def losses(model: Model, params: Tier, frozen_quant_type: Any) -> list[float]:
+        model.layers[1:].requires_grad_(False)
+        policy = OffloadPolicy(
+            params=params, optim=Tier.HOST, paths=[tmp_path], frozen_quant_type=frozen_quant_type, **SETTINGS
+        )
+        with tiermem.shard(model, policy) as shards:
+            assert any(live.unit.is_packed for live in shards.units) is bool(frozen_quant_type)
+            optimizer = tiermem.AdamW([param for param in model.parameters() if param.requires_grad], **OPTIMIZER)
+            return train_steps(model, optimizer, range(STEPS), functools.partial(loss_of, device=shards.device))
+
+    twin, kind = built(), FORMATS[form]
+    for param in twin.layers[1:].parameters():
+        if param.dim() > 1:
+            flat = param.detach().reshape(-1)
+            param.data = unpack(pack(flat, kind), flat.numel(), torch.empty_like(flat), form=kind).view(param.shape)
+    assert losses(built(), tier, form) == losses(twin, Tier.DEVICE, None)
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
