@@ -48,7 +48,9 @@ def test_the_figures_hold_a_curve_of_each_preset(tmp_path: Path) -> None:
     assert files[1].read_bytes().startswith(b"\x89PNG")
     again = CurvesOptions(1, ("exact",), [text(tmp_path)], 5, 1, *files)
     assert bench_curves(again, Console(quiet=True)) == 0  # its own files are overwritten
-    assert [row["losses_by_seed"] for row in json.loads(files[0].read_text())["rows"]] == [[[exact["losses_by_seed"][0][0]]]]
+    assert [row["losses_by_seed"] for row in json.loads(files[0].read_text())["rows"]] == [
+        [[exact["losses_by_seed"][0][0]]]
+    ]
 
 
 def test_a_curve_is_the_same_again(tmp_path: Path) -> None:
