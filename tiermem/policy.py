@@ -224,6 +224,9 @@ class OffloadPolicy:
     activation_bytes: Positive | None = None
     """Most bytes of them at their home at once, of each rank, counted in the plan; what does not fit stays where the maths
     runs, with a warning. None: as many as a forward has, within what the plan leaves of host_bytes or disk_bytes."""
+    optim_ratio: Annotated[float, Range("it is the offloaded part of the states, from 0 to 1", 0.0, 1.0)] = 1.0
+    """Part of the states that rests at `optim`. The other tiles, evenly spread, rest on the accelerator and are stepped there.
+    0 is as optim=DEVICE. Without an accelerator they rest on HOST."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))
