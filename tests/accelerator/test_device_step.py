@@ -219,7 +219,8 @@ def test_checkpoints_open_across_device_and_nvme(optimizer: str, sim: ModuleType
     places += [("cpu", {"params": Tier.HOST, "optim": Tier.HOST}), ("sim", ALL_THERE)]
     for number, (where, fields) in enumerate(places):
         model = build("tiny") if number == 0 else seeded(lambda: Tower(num_blocks=2), 9).bfloat16()
-        with tiermem.shard(model, policy_of("tiny", tmp_path, **fields), device=where) as shards:
+        policy = policy_of("tiny", tmp_path, tile_numel=16384, **fields)  # which holds a whole matrix
+        with tiermem.shard(model, policy, device=where) as shards:
             optim = make(model)
             if number:
                 tiermem.checkpoint.load(shards, optim, tmp_path / f"saved {number - 1}")
