@@ -21,6 +21,7 @@ import tiermem
 from accelerator import device
 from accelerator.test_parity import differences
 from tiermem import OffloadPolicy, Precision, Tier
+from tiermem.optim import rules
 from tiermem.precision import PRESETS
 
 Found = dict[str, Any]
@@ -228,6 +229,35 @@ def test_checkpoints_open_across_device_and_nvme(optimizer: str, sim: ModuleType
             tiermem.checkpoint.save(shards, optim, tmp_path / f"saved {number}", copy=True)
             last = found(model, optim, losses)
     assert differences(last, on_cpu(optimizer, "tiny", len(places))) == []
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_half_way_ends_its_copies(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The model says that it is torn, and closing it unregisters no memory that the device still writes."""
+    sim.set_schedule("late")
+    model, step_in_torch, calls = build("compact"), rules.step_in_torch, list[None]()
+
+    def fail_late(*args: Any, **settings: Any) -> None:
+        calls.append(None)
+        if len(calls) == 12:
+            raise ZeroDivisionError
+        step_in_torch(*args, **settings)
+
+    before = sim.registered()
+    policy = policy_of("compact", tmp_path, params=Tier.HOST, optim=Tier.HOST, optim_ratio=0.1, persistence_numel=0)
+    with tiermem.shard(model, policy, device="sim") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model, 0, "sim").backward()
+        monkeypatch.setattr(rules, "step_in_torch", fail_late)
+        with pytest.raises(ZeroDivisionError):
+            optim.step()
+        with pytest.raises(RuntimeError, match="a mixture of two steps"):
+            shards.check_whole()
+    assert sim.registered() == before
 
 
 # ---- waits -----------------------------------------------------------------------------------------------------------

@@ -189,13 +189,15 @@ class StateTiles:
 
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool
-        if pool is not None:
-            start = self._shards.head_start
-            run_pipeline(tiles, work, pool, policy.pipeline_read, policy.pipeline_write, start)
-        else:
-            for tile in tiles:
-                work.compute(tile, None)
-        work.finish()
+        try:
+            if pool is not None:
+                start = self._shards.head_start
+                run_pipeline(tiles, work, pool, policy.pipeline_read, policy.pipeline_write, start)
+            else:
+                for tile in tiles:
+                    work.compute(tile, None)
+        finally:
+            work.finish()
         for tile in tiles:
             tile.mark_started()
         for live in {tile.live for tile in tiles}:
