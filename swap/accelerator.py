@@ -77,11 +77,22 @@ def activate(device: torch.device) -> None:
         _module_of(device).set_device(device.index)
 
 
-def open_context(device: torch.device) -> None:
-    """Makes this process's context on a device, whose host memory it keeps from then on; does nothing for the CPU. Blocks."""
-    if is_accelerator(device):
-        activate(device)
-        torch.empty(1, device=device)
+def open_context(device: torch.device) -> int:
+    """Makes this process's context on a device; does nothing for the CPU, or if there is one. Blocks.
+
+    Returns the bytes of host memory that the process took for it, which it keeps: whole MiB.
+    """
+    if not is_accelerator(device):
+        return 0
+    before = _resident_bytes()
+    activate(device)
+    _module_of(device).mem_get_info(device)
+    return max(0, _resident_bytes() - before) >> 20 << 20
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def _own_index(device: torch.device) -> int:
@@ -197,27 +208,42 @@ class PageLock:
         slots: memory that is copied whole, in the order of addresses. Those that lie one behind the other are registered in one
             call, of 8 GiB or one slot at most: no copy crosses the end of a registration.
 
-    Where the device registers no host memory, or the driver refuses, nothing is pinned (`num_bytes` is 0) and a warning says
-    what that costs.
+    Where the device registers no host memory, or the driver refuses, the slots from there on are not pinned, and a warning says
+    how many bytes that are and what it costs. `num_bytes` are pinned: the first slots, since a limit of the driver leaves room
+    for those.
     """
 
     def __init__(self, device: torch.device, slots: Sequence[ByteRange]) -> None:
         self._device = device
         self._registered: list[int] = []
-        self.num_bytes = num_bytes = sum(size for _, size in slots)
+        self.num_bytes, wanted = 0, sum(size for _, size in slots)
         try:
-            for address, size in _chunks(slots):
-                _register(device, address, size)
-                self._registered.append(address)
+            for chunk in _chunks(slots):
+                self._take(chunk)
         except RuntimeError as error:
-            self.close()
             logger.warning(
-                "host memory is not pinned (%d bytes: %s): copies to and from %s block the thread that starts them and run at "
-                "a part of the link's rate. Raise the limit on locked memory (ulimit -l), or lower the budget",
-                num_bytes,
+                "host memory is not pinned (%d of %d bytes: %s): copies to and from %s there block the thread that starts them "
+                "and run at a part of the link's rate. Raise the limit on locked memory (ulimit -l), or lower the budget",
+                wanted - self.num_bytes,
+                wanted,
                 str(error).splitlines()[0],
                 device,
             )
+
+    def _take(self, slots: Sequence[ByteRange]) -> None:
+        """Registers slots that lie one behind the other; if the driver refuses them together, as many of them as it takes."""
+        size = sum(each for _, each in slots)
+        try:
+            _register(self._device, slots[0].offset, size)
+        except RuntimeError:
+            if len(slots) == 1:
+                raise
+            half = len(slots) // 2
+            self._take(slots[:half])
+            self._take(slots[half:])
+        else:
+            self._registered.append(slots[0].offset)
+            self.num_bytes += size
 
     def close(self) -> None:
         """Takes the registrations back; twice does nothing. No copy may be under way."""
@@ -226,14 +252,15 @@ class PageLock:
             _unregister(self._device, self._registered.pop())
 
 
-def _chunks(slots: Sequence[ByteRange]) -> list[ByteRange]:
-    chunks: list[ByteRange] = []
-    for address, size in slots:
-        start, held = chunks[-1] if chunks else (address, 0)
-        if chunks and start + held == address and held + size <= _CHUNK_BYTES:
-            chunks[-1] = ByteRange(start, held + size)
+def _chunks(slots: Sequence[ByteRange]) -> list[list[ByteRange]]:
+    """The slots in groups that lie one behind the other, of _CHUNK_BYTES or one slot at most."""
+    chunks: list[list[ByteRange]] = []
+    for slot in slots:
+        last = chunks[-1] if chunks else []
+        if last and sum(last[-1]) == slot.offset and sum(slot) - last[0].offset <= _CHUNK_BYTES:
+            last.append(slot)
         else:
-            chunks.append(ByteRange(address, size))
+            chunks.append([slot])
     return chunks
 
 

@@ -28,9 +28,10 @@ tiermem: swap precision policy schedule config zero optim weights checkpoint for
 tiermem.swap: tier ranges errors durable parts native accelerator nodes torch_step arena direct paths run_folder files queue
     passes checksum move device_copy entry resources store pipeline stream
 tiermem.config: keys base io optimizer precision zero translate root load
-tiermem.zero: registry failures topology joining collectives compute quantised leaf unit state_layout gather packed reduce plan
-    pools estimate agreement absent unit_memory unit_state values prefetcher gradient_link gradient_store gradients
-    backward_marks activations hooks init_params settle shards access tiled chunked_loss init partition_parameters
+tiermem.zero: registry failures topology joining collectives compute quantised leaf gradient_state unit state_layout gather
+    packed reduce plan budget pools estimate agreement absent unit_memory unit_state values prefetcher gradient_link
+    gradient_store gradients backward_marks activations hooks init_params settle shards access tiled chunked_loss init
+    partition_parameters
 tiermem.optim: rules tile tile_step tiles ordinary sharded base classes
 tiermem.checkpoint: format together saving opening interchange survey zero_to_fp32
 tiermem.checkpoint.format: kinds fields manifest finding

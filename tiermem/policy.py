@@ -229,6 +229,9 @@ class OffloadPolicy:
     """Keep frozen parameters of two dimensions or more, and of more than persistence_numel elements, in blocks where they rest:
     "int8" (8.5 bits per element) or "nf4" (4.5 bits, as in QLoRA). A fetch unpacks them to their own dtype, in which the maths
     and state dicts see them (zero/quantised.py). None: as they are."""
+    optim_ratio: Annotated[float, Range("it is the offloaded part of the states, from 0 to 1", 0.0, 1.0)] = 1.0
+    """Part of the states that rests at `optim`. The other tiles, evenly spread, rest on the accelerator and are stepped there.
+    0 is as optim=DEVICE. Without an accelerator they rest on HOST."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))

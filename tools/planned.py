@@ -28,8 +28,9 @@ from tiermem.precision import DTYPES, Precision
 from tiermem.tools.launcher import Job, compute_of
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import Mistake, format_bytes
+from tiermem.zero.budget import make_plan
 from tiermem.zero.chunked_loss import CHUNK_BYTES
-from tiermem.zero.plan import Plan, Row, make_plan
+from tiermem.zero.plan import Plan, Row
 from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology, plan_topology
 from tiermem.zero.unit import Division, divide

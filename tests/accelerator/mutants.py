@@ -22,6 +22,7 @@ from tiermem.zero import hooks, shards
 from tiermem.zero.activations import _DiskRoom, _HostRoom, _Input, _Passing
 from tiermem.zero.gradient_link import GradientLink
 from tiermem.zero.gradient_store import GradientStore
+from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.reduce import Reducer
 from tiermem.zero.unit_memory import Passage, StagedRead, Stages, UnitMemory
@@ -121,11 +122,25 @@ MUTANTS = {
         ShardedModel, "_regather", "self._shards.values.regather(live.unit, live.shard, live.memory)", "pass", "plain",
         "states on host",
     ),
+    "a step does not wait for what the device has stepped": Mutant(
+        TilePass, "finish", "copied.synchronize()", "pass", "read_after_steps", "host, half of the states"
+    ),
+    "a buffer is written before the device has stepped what it holds": Mutant(
+        TilePass, "compute", "if tile.live.shard is None or self._reads_gradients:", "if False:", "plain",
+        "nvme, half of the states",
+    ),
+    "what the device has stepped stays there": Mutant(
+        TilePass, "compute", "original.copy_(copy, non_blocking=is_accelerator(copy.device))", "pass", "plain",
+        "host, half of the states",
+    ),
+    "norms leave out the factors that are on the device": Mutant(
+        GradientHomes, "norms", "found = _scaled(found, numbers, factor.abs())", "pass", "scaled_by_torch", "host"
+    ),
     "memory is unregistered while it is copied": Mutant(
         shards, "release", "live.await_home()", "pass", "plain", "host"
     ),
     "a copy spans two registrations": Mutant(
-        PageLock, "__init__", "in _chunks(slots)", "in [(a + i, 4096) for a, n in slots for i in range(0, n, 4096)]",
+        PageLock, "__init__", "in _chunks(slots)", "in [[ByteRange(a + i, 4096)] for a, n in slots for i in range(0, n, 4096)]",
         "inference", "host",
     ),
     "an input is read before it has come back": Mutant(

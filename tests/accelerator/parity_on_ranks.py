@@ -18,7 +18,7 @@ from twins import Tower, batch, seeded
 import tiermem
 from accelerator import device
 from accelerator.mutants import ON_RANKS, applied
-from tiermem import OffloadPolicy, Tier
+from tiermem import OffloadPolicy, Precision, Tier
 
 sim = device.load()
 torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
@@ -39,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, host, activations on nvme": {**_HOST, "activations": Tier.NVME},
     "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
     "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce"},
+    "stage 2, tiny": {"stage": 2, "precision": Precision.preset("tiny")},
+    "stage 3, half of the states": {**_HOST, "precision": Precision.preset("compact"), "optim_ratio": 0.5},
     "MiCS": {**_HOST, "shard_group_size": 2},
     "hpZ": {**_HOST, "secondary_group_size": 2},
     "qwZ": {**_HOST, "quantised_gather": True},
@@ -70,7 +72,7 @@ def loss_on(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> to
 def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[str, Any]:
     with tiermem.zero.Init(policy=policy, enabled=by_init):
         model = seeded(Tower if policy.activations is None else lambda: zoo.Tower(checkpoint=False)).to(
-            torch.bfloat16 if policy.compute_dtype == "fp32" else torch.float32
+            torch.bfloat16 if policy.compute_dtype == "fp32" or policy.precision != Precision() else torch.float32
         )
     with tiermem.shard(model, policy, device=where) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)

@@ -170,6 +170,59 @@ def autocast(place: Place) -> Found:
         return found(shards, model, optim, losses)
 
 
+def scaled_by_torch(place: Place) -> Found:
+    """GradScaler under autocast in fp16. A step that overflows is left out and halves the scale; others are clipped or not."""
+    model, losses, scales = seeded(Tower), [], []
+    kind = torch.device(place.device).type
+    scaler = torch.amp.GradScaler(kind, init_scale=2.0**12, growth_interval=2)
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            tokens, targets = (each.to(place.device) for each in batch(step))
+            with torch.autocast(kind, dtype=torch.float16):
+                logits = model(tokens)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) * (1e6 if step == 2 else 1)
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optim)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            losses.append(loss.detach())
+            scales.append(scaler.get_scale())
+        assert scales[2] == scales[1] / 2
+        return found(shards, model, optim, losses) | {"scales": scales}
+
+
+def in_fp16(place: Place) -> Found:
+    """fp16 weights with a loss scale of one's own; the first steps overflow and leave everything as it was."""
+    model, losses, scale, num_skipped = seeded(Tower).half(), [], 2.0**22, 0
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-3)
+        for step in range(6):
+            loss = place.loss_of(model, step)
+            (loss * scale).backward()
+            optim.step(scale=scale, max_norm=0.5)
+            optim.zero_grad()
+            if optim.was_skipped:
+                scale, num_skipped = scale / 16, num_skipped + 1
+            losses.append(loss.detach())
+        assert 0 < num_skipped < 6
+        return found(shards, model, optim, losses) | {"scale": scale}
+
+
+def read_after_steps(place: Place) -> Found:
+    """Weights are read where they rest as soon as a step has returned; none on the device, whose copy would wait for it."""
+    model, losses, read = seeded(Tower), [], []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            losses.append(_step(place, model, optim, step))
+            read.append({str(number): shards.weight(layer.up.weight) for number, layer in enumerate(model.layers)})
+        return found(shards, model, optim, losses) | {f"read {step}": values for step, values in enumerate(read)}
+
+
 def evaluated_between(place: Place) -> Found:
     model, losses = seeded(Tower), []
     with place.shard(model) as shards:
@@ -412,7 +465,8 @@ PROGRAMS: dict[str, Program] = {
     program.__name__: program
     for program in (
         plain, clipped, in_bf16, accumulated, checkpointed, checkpointed_reentrantly, tied, frozen, stepped_in_backward,
-        clipped_by_torch, autocast, evaluated_between, inference, on_side_streams, two_streams_one_backward, after_exceptions,
+        clipped_by_torch, autocast, scaled_by_torch, in_fp16,
+        read_after_steps, evaluated_between, inference, on_side_streams, two_streams_one_backward, after_exceptions,
         loaded_while_copies_are_pending,
         saved_and_resumed, state_dicts_moved, called_by_parts, pageable_copies, widened,
         activations_on_host, activations_on_nvme, activations_of_reentrant_blocks,

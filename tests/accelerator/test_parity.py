@@ -25,6 +25,8 @@ HOMES: dict[str, dict[str, Any]] = {
     "states on host": {"params": Tier.DEVICE, "optim": Tier.HOST},
     "mixed": {"params": Tier.NVME, "optim": Tier.HOST, "host_param_numel": 9000, "persistence_numel": 0},
     "host, states on device": {"params": Tier.HOST, "optim": Tier.DEVICE},
+    "host, half of the states": {"params": Tier.HOST, "optim": Tier.HOST, "optim_ratio": 0.5},
+    "nvme, half of the states": {"params": Tier.NVME, "optim": Tier.NVME, "optim_ratio": 0.5},
 }
 OTHERS = [home for home in HOMES if home != "nvme"]
 EVERY = [(name, home) for name in PROGRAMS for home in HOMES]

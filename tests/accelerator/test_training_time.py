@@ -180,7 +180,7 @@ def test_forward_and_backward_of_8b_take_the_longest_of_compute_link_and_disk(
 ) -> None:
     """Each at most 1.05 of its own longest lane, at 8k and at 16k tokens: 150 TFLOPS, 22 GB/s each way, NVMe of 7 GB/s.
 
-    Backward with weights from NVMe at 8k tokens, which the disk bounds: at most 1.12.
+    Where the disk bounds it, backward ends with one unit's copy, maths, way home and addition after the last read.
     """
     phases = dict(zip(("forward", "backward"), record(sim, tier, tmp_path, True, waits, LAYERS), strict=True))
     numel = WIDTH * WIDTH
@@ -194,10 +194,7 @@ def test_forward_and_backward_of_8b_take_the_longest_of_compute_link_and_disk(
         for phase, entries in phases.items():
             replay = clock.replay(entries, clock.CARD_24GB, size_of=size_of)
             longest = max(replay.busy_s.values())
-            # After the disk's last read the copy, the maths and the way home of its units remain: 6 to 10 % at 8k tokens.
-            is_disk_bound = phase == "backward" and longest == replay.busy_s.get("disk read")
-            most = 1.12 if is_disk_bound else 1.05
-            assert replay.makespan_s <= most * longest, (phase, tokens, replay.busy_s, replay.makespan_s)
+            assert replay.makespan_s <= 1.05 * longest, (phase, tokens, replay.busy_s, replay.makespan_s)
 
 
 @pytest.mark.slow

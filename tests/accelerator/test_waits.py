@@ -40,11 +40,14 @@ def test_clipping_by_torch_waits_once(home: str, sim: ModuleType, tmp_path: Path
     assert found["clipping"]["main"] + found["step"]["main"] == 1, found
 
 
-def test_unscaling_and_clipping_wait_once_for_each_factor(sim: ModuleType, tmp_path: Path) -> None:
-    """The norm needs the scaler's factor, the step that of clipping. Neither waits for every parameter."""
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("clips", ["scaler", "scaler, stepped"])
+def test_unscaling_clipping_and_stepping_wait_once(clips: str, home: str, sim: ModuleType, tmp_path: Path) -> None:
+    """Norms are scaled on the device; the step waits, for the factors, or torch before it, which asks for an overflow."""
     sim.set_schedule("late")
-    found = count("sim", tmp_path, clips="scaler", **HOMES["host"])
-    assert (found["clipping"]["main"], found["step"]["main"]) == (1, 1), found
+    found = count("sim", tmp_path, clips=clips, **HOMES[home])
+    assert_no_waits(found)
+    assert (found["clipping"]["main"], found["step"]["main"]) == (0, 1), found
 
 
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))

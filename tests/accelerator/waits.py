@@ -36,7 +36,7 @@ def count(where: str, folder: Path, clips: str = "", **fields: Any) -> Counts:
     )
     with tiermem.shard(model, policy, device=where):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        scaler = torch.amp.GradScaler(torch.device(where).type, enabled=clips == "scaler")
+        scaler = torch.amp.GradScaler(torch.device(where).type, enabled="scaler" in clips)
         for step in range(3):
             tokens, targets = (each.pin_memory().to(where, non_blocking=True) for each in batch(step))
             sim.reset_counts()
@@ -46,12 +46,15 @@ def count(where: str, folder: Path, clips: str = "", **fields: Any) -> Counts:
             sim.reset_counts()
             loss.backward()
             _note(counts, "backward")
-            if clips == "scaler":
+            if scaler.is_enabled():
                 scaler.unscale_(optim)
             if clips:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             _note(counts, "clipping")
-            optim.step()
+            if clips == "scaler, stepped":
+                scaler.step(optim)
+            else:
+                optim.step()
             _note(counts, "step")
             scaler.update()
             optim.zero_grad()

@@ -211,7 +211,10 @@ CLAIMS: dict[str, Claim] = {
         False, RUN + "test_a_pipeline_that_is_off_takes_fewer_buffers_and_ends_each_tile_first",
         {"pipeline_write": False}, NVME_OPTIM,
     ),
-    OPTIM + "ratio": Claim(1.0, OPTIMIZER + "test_ratio_is_refused_with_the_reason", {}, NVME_OPTIM),
+    OPTIM + "ratio": Claim(
+        0.5, "tests/accelerator/test_device_step.py::test_the_ratio_is_the_part_of_the_states_that_rests_elsewhere",
+        {"optim_ratio": 0.5}, NVME_OPTIM,
+    ),
     # bf16
     "bf16.enabled": Claim(True, ENGINE + "test_engine_trains_as_a_plain_loop"),
     "bf16.check_grad_overflow": Claim(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tiermem import OffloadPolicy, Tier
 from tiermem.config import ConfigError, OptimizerConfig, load_config
 from tiermem.engine.choice import KINDS
 
@@ -99,8 +100,12 @@ def test_every_setting_is_an_argument_of_the_optimizer(name: str) -> None:
     assert set(section.params.settings()) <= set(inspect.signature(KINDS[section.name].__init__).parameters)
 
 
-def test_ratio_is_refused_with_the_reason() -> None:
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
-    with pytest.raises(ConfigError, match=r"offload_optimizer\.ratio: 0\.3 given, but .*GPU.*allowed is 1\.0"):
+@pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "half"])
+def test_a_ratio_that_is_no_part_is_one_error_with_its_key(ratio: Any) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    with pytest.raises(ConfigError, match=r"zero_optimization\.offload_optimizer\.ratio") as error:
         load_config({"zero_optimization": zero})
-    assert load_config({"zero_optimization": {"offload_optimizer": {"ratio": 1.0}}})
+    assert len(error.value.problems) == 1
+    if not isinstance(ratio, str):
+        with pytest.raises(ValueError, match=r"optim_ratio is .*; it is the offloaded part of the states, from 0 to 1"):
+            OffloadPolicy(optim=Tier.HOST, optim_ratio=ratio)

@@ -12,7 +12,7 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Rates, choose
 from tiermem.forecast.rates import Compute
-from tiermem.zero.plan import make_plan
+from tiermem.zero.budget import make_plan
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 

@@ -18,7 +18,7 @@ from tiermem.forecast import Forecast, Rates, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import HOST_TO_NVME, NVME_TO_HOST
 from tiermem.precision import Precision
-from tiermem.zero.plan import make_plan
+from tiermem.zero.budget import make_plan
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 

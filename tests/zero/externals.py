@@ -79,6 +79,19 @@ class RecomputedReentrant(Recomputed):
     use_reentrant = True
 
 
+class GivenToCheckpoint(LanguageModel):
+    """A checkpoint gets weights as arguments: of a module that has run, and of one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.LayerNorm(31, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.body(tokens)
+        x = checkpoint(lambda y, w: (y * w).tanh(), x, self.scale.weight, use_reentrant=True)
+        return checkpoint(F.linear, x, self.embeddings.weight, use_reentrant=True)
+
+
 class CustomLinear(nn.Linear):
     """Returns its bias beside its output."""
 
@@ -140,6 +153,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         Handed,
         Recomputed,
         RecomputedReentrant,
+        GivenToCheckpoint,
         Returned,
         InNoModule,
         SharedAttention,

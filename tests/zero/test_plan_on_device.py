@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero.plan import Plan, check_room, make_plan
+from tiermem.zero.budget import check_room, make_plan
+from tiermem.zero.plan import Plan
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 
@@ -39,10 +40,10 @@ class Llama(nn.Module):
         raise NotImplementedError
 
 
-def planned(model: nn.Module, num_shards: int = 1, **fields: Any) -> Plan:
+def planned(model: nn.Module, num_shards: int = 1, context_bytes: int = 0, **fields: Any) -> Plan:
     policy = OffloadPolicy(**fields)
     division = divide(model, policy, num_shards)
-    return make_plan(division, policy, Topology(None, 0, num_shards, num_shards, 0), True, num_shards)
+    return make_plan(division, policy, Topology(None, 0, num_shards, num_shards, 0), True, num_shards, context_bytes)
 
 
 def streamed(plan: Plan) -> list[str]:
@@ -104,6 +105,56 @@ def test_one_byte_less_than_the_smallest_plan_is_refused_with_the_arithmetic(num
     assert f"the smallest plan needs {smallest.device_bytes} of each rank's accelerator" in str(error.value)
     parts = re.findall(r"([0-9.]+) MiB", str(error.value))
     assert sum(map(float, parts)) == pytest.approx(smallest.device_bytes / 2**20, abs=0.05 * len(parts))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_byte_of_host_memory_less_than_the_smallest_plan_is_refused(num_ranks: int) -> None:
+    """The budget is of all ranks on the node, and holds the accelerator's context and what torch pins by itself."""
+    model, needed = Llama(64, 128, 4, 512), []
+    for context_bytes in (0, 300 << 20):
+        fields = NVME | {"resident_bytes": 0, "num_shards": num_ranks, "context_bytes": context_bytes}
+        with pytest.raises(ValueError, match=r"host_bytes=1 per node is \d for each of") as error:
+            planned(model, host_bytes=1, **fields)
+        found = re.search(r"the smallest plan needs (\d+) per rank, (\d+) per node", str(error.value))
+        assert found is not None
+        per_rank, per_node = map(int, found.groups())
+        assert per_node == num_ranks * per_rank
+        plan = planned(model, host_bytes=per_node, **fields)
+        assert plan.host_bytes == per_rank == sum(row.num_bytes for row in plan.rows if row.tier is Tier.HOST)
+        assert per_rank - plan.arena_bytes == context_bytes + sum(
+            r.num_bytes for r in plan.rows if r.what == "small copies"
+        )
+        with pytest.raises(ValueError, match=f"the smallest plan needs {per_rank} per rank, {per_node} per node"):
+            planned(model, host_bytes=per_node - 1, **fields)
+        needed.append(per_rank)
+    assert needed[1] - needed[0] == 300 << 20
+
+
+def test_small_copies_are_counted_as_torch_rounds_them() -> None:
+    model = Llama(64, 128, 300, 512)  # 902 parameters: norms take 7,216 bytes, which torch makes 8,192
+    (row,) = (row for row in planned(model, **NVME).rows if row.what == "small copies")
+    assert row.num_bytes == 8192 + 2 * 4096
+    (row,) = (row for row in planned(model).rows if row.what == "small copies")
+    assert row.num_bytes == 8192 + 2 * 4096 + (16384 if 902 * 2 * 8 <= 16384 else 0)
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_states_that_stay_are_counted_and_refused_with_the_arithmetic(home: Tier) -> None:
+    model = Llama(64, 128, 16, 512)
+    fields = NVME | {"params": home, "optim": home, "tile_numel": 4096}
+    plans = {ratio: planned(model, optim_ratio=ratio, **fields) for ratio in (0.0, 0.5, 1.0)}
+    there = {
+        ratio: sum(
+            r.num_bytes for r in plan.rows if r.tier is Tier.DEVICE and r.what in ("kept tiles", "optimizer states")
+        )
+        for ratio, plan in plans.items()
+    }
+    states = 12 * sum(p.numel() for p in model.parameters())
+    assert there[1.0] == 0 and there[0.5] == pytest.approx(states / 2, rel=0.01) and there[0.0] == states
+    assert plans[0.0].grads is Tier.DEVICE and plans[0.5].grads is Tier.HOST
+    assert sum(plans[1.0].device_bytes < plans[ratio].device_bytes for ratio in (0.0, 0.5)) == 2
+    with pytest.raises(ValueError, match=r"the smallest plan needs .*kept tiles .*optim_ratio=0\.5"):
+        planned(model, optim_ratio=0.5, device_bytes=plans[0.5].device_bytes - 1, unit_buffers=3, **fields)
 
 
 def test_a_budget_beyond_the_card_and_a_card_without_room_are_refused() -> None:

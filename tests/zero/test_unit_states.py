@@ -10,7 +10,7 @@ from twins import Tower, seeded
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.zero import ZeroParamStatus
-from tiermem.zero.unit import Gradient, GradientState
+from tiermem.zero.gradient_state import Factor, Gradient, GradientState
 from tiermem.zero.unit_state import UnitState
 
 
@@ -60,7 +60,7 @@ def test_a_gradient_is_added_to_once_it_has_arrived_and_counts_once_it_is_confir
     assert gradient.state is GradientState.ARRIVED
     assert (gradient.is_there, gradient.takes_more) == (False, True)
     gradient.confirm()
-    gradient.scale(lambda: 0.5)
+    gradient.scale(Factor(lambda: 0.5, None))
     assert (gradient.is_there, gradient.takes_more, gradient.factor) == (True, True, 0.5)
     gradient.clear()
     assert (gradient.is_zero, gradient.takes_more, gradient.factor) == (True, False, 1.0)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pydantic
-import torch
 from pydantic import BeforeValidator, Field
 
 from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets
@@ -282,22 +281,13 @@ class OffloadOptimizerConfig(_OffloadConfig):
     """Write the previous tile while this one is stepped. Not set: on."""
     fast_init: bool = False
     """Make states in place on NVMe; always so here."""
-    ratio: Annotated[Number, Field(le=1.0)] = 1.0
-    """Part of the states stepped on the CPU, the rest on the GPU; only all of them here."""
+    ratio: Annotated[Number, Field(le=1.0), Sets("optim_ratio")] = 1.0
+    """Part of the states that rests on this section's device and is stepped on the CPU; the rest stays on the GPU, if there is
+    one, and is stepped there."""
     super_offload: bool = False
     """Asynchronous CPU step of the reference system; does not exist here."""
     cpuadam_cores_perc: Annotated[Number, Field(le=1.0)] = 0.8
     """Part of the cores for super_offload; does not exist here."""
-
-    @pydantic.field_validator("ratio")
-    @classmethod
-    def _refuse_gpu_steps(cls, value: float) -> float:
-        if value == 1.0:
-            return value
-        reason = f"stepping the other {1.0 - value:.0%} of the states on the GPU is not built yet"
-        if not torch.accelerator.is_available():
-            reason = f"there is no GPU here that could step the other {1.0 - value:.0%} of the states"
-        raise ValueError(f"{value} given, but {reason}; allowed is 1.0, all on the CPU")
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         if self.device is OffloadDevice.nvme and 0 < self.buffer_count < STATES_PER_TILE:

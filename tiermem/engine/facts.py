@@ -259,7 +259,7 @@ def _seconds(start: _Moment, end: _Moment) -> float:
 #
 # They free device memory while another program uses the device (another engine, an inference server):
 #
-#     optim_states, hp_params             always rest in host memory or on NVMe: nothing moves
+#     optim_states, hp_params             stay where the policy has them, on the device too: nothing moves
 #     lp_grads, contiguous_grad_buffer    the same
 #     lp_params                           streamed units leave their buffers; on an accelerator resident units free their
 #                                         memory too, and the model cannot run until reload_states. On a CPU resident

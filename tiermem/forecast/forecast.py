@@ -15,7 +15,8 @@ from tiermem.forecast.rates import Compute, Rates, Timeline, play
 from tiermem.forecast.steps import BACKWARD, FORWARD, MATHS, STEP, Course, StepBuilder
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
-from tiermem.zero.plan import Plan, make_plan
+from tiermem.zero.budget import make_plan
+from tiermem.zero.plan import Plan
 from tiermem.zero.topology import Topology, plan_topology, ranks_per_node
 from tiermem.zero.unit import Division, divide
 

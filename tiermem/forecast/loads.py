@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from tiermem.forecast.rates import Compute
-from tiermem.optim.tile import rests_on_host, stepped_ranges
+from tiermem.optim.tile import homes_of_tiles, stepped_ranges
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.gather import spans_of
 from tiermem.zero.packed import gathers_packed
@@ -84,7 +84,8 @@ class TileLoad(NamedTuple):
 
     read      states on NVMe, its weights on NVMe if a step needs them, its gradients on NVMe
     written   states on NVMe, its weights on NVMe
-    memory    bytes that the kernel moves in memory: states both ways, weights written and, if needed, read, gradients once
+    memory    bytes that the kernel moves in memory: states both ways, weights written and, if needed, read, gradients once;
+              none for a tile that an accelerator steps, whose time is left out
     """
 
     unit: int
@@ -108,13 +109,12 @@ def tile_loads(
                 cut[alike] = _cut(unit, plan.tile_numel, policy, shard_rank)
             pieces += [(unit, numel, size) for numel, size in cut[alike]]
     sizes = [size for _, _, size in pieces]
-    stays = rests_on_host(sizes, plan.resident_bytes) if policy.optim is Tier.NVME else [True] * len(sizes)
-    made: dict[tuple[int, int, bool], TileLoad] = {}
+    made: dict[tuple[int, int, Tier], TileLoad] = {}
     loads = []
-    for (unit, numel, size), at_home in zip(pieces, stays, strict=True):
-        key = (unit.index, numel, at_home)
+    for (unit, numel, size), home in zip(pieces, homes_of_tiles(sizes, plan), strict=True):
+        key = (unit.index, numel, home)
         if key not in made:
-            made[key] = _load(unit, numel, 0 if at_home else size, size, plan, policy)
+            made[key] = _load(unit, numel, home, size, plan, policy)
         loads.append(made[key])
     return _together(loads, -(-len(loads) // most_tiles))
 
@@ -126,17 +126,19 @@ def _cut(unit: Unit, tile_numel: int, policy: OffloadPolicy, shard_rank: int) ->
     return [(numel, layout.total_bytes(numel)) for numel in numels]
 
 
-def _load(unit: Unit, numel: int, moved: int, size: int, plan: Plan, policy: OffloadPolicy) -> TileLoad:
+def _load(unit: Unit, numel: int, home: Tier, size: int, plan: Plan, policy: OffloadPolicy) -> TileLoad:
+    moved = size if home is Tier.NVME else 0
     weights, grads = numel * unit.dtype.itemsize, numel * policy.precision.grad_dtype(unit.dtype).itemsize
     is_on_nvme = plan.unit_homes.get(unit.index) is Tier.NVME and not unit.is_resident
     reads_weight = is_on_nvme and planned_layout(unit, policy).reads_weight
     lasting = moved + (weights if reads_weight else 0)
+    stepped = 2 * size + weights + (weights if planned_layout(unit, policy).reads_weight else 0) + grads
     return TileLoad(
         unit.index,
         lasting + (grads if plan.grads is Tier.NVME else 0),
         lasting,
         moved + (weights if is_on_nvme else 0),
-        2 * size + weights + (weights if planned_layout(unit, policy).reads_weight else 0) + grads,
+        0 if home is Tier.DEVICE else stepped,
     )
 
 

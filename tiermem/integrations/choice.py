@@ -23,7 +23,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import free_and_total, is_accelerator
 from tiermem.swap.tier import Tier
 from tiermem.zero import registry
-from tiermem.zero.plan import make_plan
+from tiermem.zero.budget import make_plan
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import plan_topology, ranks_per_node
 from tiermem.zero.unit import divide

@@ -17,6 +17,7 @@ import torch
 from tiermem.policy import Tier
 from tiermem.swap.parts import Q8_BLOCK, num_scales
 from tiermem.swap.ranges import ByteRange, round_up
+from tiermem.zero.plan import Plan
 from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart
 from tiermem.zero.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.zero.unit_state import LiveUnit
@@ -91,14 +92,28 @@ def stepped_ranges(
             yield start, numel, ranges
 
 
-def rests_on_host(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
-    """Which tiles of these sizes stay in host memory: evenly spread, at most `resident_bytes` together."""
-    due, total, stays = 0, sum(sizes), []
+def homes_of_tiles(sizes: Sequence[int], plan: Plan) -> list[Tier]:
+    """Where the states of tiles of these sizes rest: where the plan has them; or on the device; or, of those on NVMe, on HOST.
+
+    The tiles that stay on the device are evenly spread and take at most `plan.kept_bytes` together, and so do those on HOST and
+    `plan.resident_bytes`.
+    """
+    kept = Tier.DEVICE if plan.steps_there else Tier.HOST
+    homes = [kept if stays else plan.states for stays in _spread(sizes, plan.kept_bytes)]
+    rest = [number for number, home in enumerate(homes) if home is plan.states is Tier.NVME]
+    for number, stays in zip(rest, _spread([sizes[n] for n in rest], plan.resident_bytes), strict=True):
+        homes[number] = Tier.HOST if stays else Tier.NVME
+    return homes
+
+
+def _spread(sizes: Sequence[int], num_bytes: int) -> list[bool]:
+    """Chooses tiles, evenly spread, of at most `num_bytes` together; tiles without states in any case."""
+    due, total, chosen = 0, sum(sizes), []
     for size in sizes:
-        due += size * resident_bytes
-        stays.append(due >= size * total)
-        due -= size * total * stays[-1]
-    return stays
+        due += size * num_bytes
+        chosen.append(due >= size * total)
+        due -= size * total * chosen[-1]
+    return chosen
 
 
 def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int, int]]:

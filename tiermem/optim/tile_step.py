@@ -8,7 +8,8 @@ It reads, depending on what was written before and what the work needs (zero/sta
     gradients          for a step, if they rest on NVMe; they are final only at the end of backward
 
 It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for steps of states that rest
-on an accelerator: these run there, and data that rests elsewhere is copied there and back.
+on an accelerator: these run there, and data that rests elsewhere is copied there and back. The CPU steps other tiles meanwhile;
+`finish` waits for what is copied back. Data in a tile's buffer is waited for before the buffer is written or used again.
 
 The work on a tile is a function of the `Places` of each parameter in it:
 
@@ -29,10 +30,12 @@ import torch
 from tiermem.optim.rules import AnyStep, step_parts
 from tiermem.optim.tile import MomentsOf, Tile
 from tiermem.policy import Tier
+from tiermem.swap.accelerator import current_stream, is_accelerator, record
 from tiermem.swap.arena import Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import BACKGROUND, Workers, narrow_part, widen_part
 from tiermem.swap.parts import Dither, Moment, StepParts
+from tiermem.swap.torch_step import narrow_in_torch
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import FP32_BYTES, StateViews, is_positive
 from tiermem.zero.unit import Shard
@@ -119,6 +122,8 @@ class TilePass:
         self._reads_weights = reads_weights
         self._is_blank = is_blank
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
+        self._has_crossed = False  # whether data of this tile was copied to an accelerator
+        self._copied: torch.Event | None = None  # the end of such copies, there and back
 
     def compute(self, tile: Tile, slot: Slot | None) -> None:
         """Does the work on a tile, in its buffer or where it rests. Blocks."""
@@ -126,11 +131,21 @@ class TilePass:
         try:
             self._compute(tile, slot)
             for original, copy in self._copies.values():
-                original.copy_(copy)
+                original.copy_(copy, non_blocking=is_accelerator(copy.device))
         finally:
             self._copies.clear()
+            if self._has_crossed:
+                self._has_crossed, self._copied = False, record(current_stream(self._store.device))
+                if tile.live.shard is None or self._reads_gradients:  # they are in the buffer
+                    self.finish()
         if self.is_step:
             self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
+
+    def finish(self) -> None:
+        """Blocks until what an accelerator has stepped is in host memory, if it rests there."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            copied.synchronize()
 
     def read(self, tile: Tile, slot: Slot) -> Move:
         """Starts reading all bytes that the work needs into a buffer."""
@@ -186,11 +201,15 @@ class TilePass:
         assert views.master is not None
         if master.kind == "fp32":
             views.master.copy_(params if initial is None else initial)
-        else:
+        elif initial is None:
             views.master.zero_()  # the bits of an fp32 number that bf16 does not have
-            for place in map(tile.place_of, tile.ranges) if initial is not None else ():
-                assert initial is not None
-                narrow_part(self._shards.workers, initial[place], views.master[place], params[place])
+        else:
+            values = initial.to(params.device)
+            for place in map(tile.place_of, tile.ranges):
+                if is_accelerator(params.device):
+                    narrow_in_torch(values[place], views.master[place], params[place])
+                else:
+                    narrow_part(self._shards.workers, values[place], views.master[place], params[place])
         states[master.num_bytes(tile.numel) :].zero_()  # the initial values may have used these bytes
 
     def _initial_of(self, tile: Tile) -> str | None:
@@ -218,8 +237,16 @@ class TilePass:
         if data.device == self._device(tile) or not data.numel():
             return data
         if data.data_ptr() not in self._copies:
-            self._copies[data.data_ptr()] = data, data.to(self._device(tile))
+            self._copies[data.data_ptr()] = data, self._brought(tile, data)
         return self._copies[data.data_ptr()][1]
+
+    def _brought(self, tile: Tile, data: torch.Tensor) -> torch.Tensor:
+        """Data on the device of a tile's work. A copy to an accelerator waits for nothing."""
+        device = self._device(tile)
+        if not is_accelerator(device) or data.device == device:
+            return data.to(device)
+        self._has_crossed = True
+        return data.to(device, non_blocking=True)
 
     def _lasting_parts(self, tile: Tile) -> list[_Part]:
         """The states, fp32 initial values and parameters that are read from NVMe."""
@@ -249,9 +276,9 @@ class TilePass:
             return None
         at_home = self._grads if self._grads is not None else self._shards.homes.store.view(tile.live.unit)
         if at_home is not None:
-            return at_home[tile.elements].to(self._device(tile))
+            return self._brought(tile, at_home[tile.elements])
         data = _bytes_in(slot, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)
-        return data.view(tile.grad_dtype).to(self._device(tile))
+        return self._brought(tile, data.view(tile.grad_dtype))
 
     def _states(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         """The bytes of a tile's states, where they rest or in its buffer."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tiermem.optim.rules import Group, Rule
-from tiermem.optim.tile import Tile, rests_on_host, stepped_ranges, tile_runs
+from tiermem.optim.tile import Tile, homes_of_tiles, stepped_ranges, tile_runs
 from tiermem.optim.tile_step import Act, RuleOf, TilePass, Visitor, stepping, visiting
 from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
@@ -95,9 +95,6 @@ class StateTiles:
         tiles = self.tiles if live is None else self._of_unit.get(live, ())
         act = stepping(self._shards.workers, rule_of)
         with self._shards.changing_all():
-            unstarted = [tile for tile in tiles if tile.home is Tier.DEVICE and not tile.is_started]
-            if unstarted:
-                self._run(unstarted, TilePass(self._shards, self.names))
             self._run(tiles, TilePass(self._shards, self.names, act, is_step=True, grads=grads))
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
@@ -192,12 +189,15 @@ class StateTiles:
 
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool
-        if pool is not None:
-            start = self._shards.head_start
-            run_pipeline(tiles, work, pool, policy.pipeline_read, policy.pipeline_write, start)
-        else:
-            for tile in tiles:
-                work.compute(tile, None)
+        try:
+            if pool is not None:
+                start = self._shards.head_start
+                run_pipeline(tiles, work, pool, policy.pipeline_read, policy.pipeline_write, start)
+            else:
+                for tile in tiles:
+                    work.compute(tile, None)
+        finally:
+            work.finish()
         for tile in tiles:
             tile.mark_started()
         for live in {tile.live for tile in tiles}:
@@ -219,15 +219,9 @@ class StateTiles:
             yield Tile(live, start, numel, layout, in_buffer, entry, plan.states, ranges)
 
     def _at_home(self, tiles: list[Tile]) -> list[Tile]:
-        """The same tiles; if states rest on NVMe, a share of them in host memory."""
-        plan = self._shards.plan
-        if plan.states is not Tier.NVME:
-            return tiles
-        stays = rests_on_host([tile.state_bytes for tile in tiles], plan.resident_bytes)
-        return [
-            dataclasses.replace(tile, home=Tier.HOST) if is_resident else tile
-            for tile, is_resident in zip(tiles, stays, strict=True)
-        ]
+        """The same tiles, a share of them on another tier where the plan says so."""
+        homes = homes_of_tiles([tile.state_bytes for tile in tiles], self._shards.plan)
+        return [dataclasses.replace(tile, home=home) for tile, home in zip(tiles, homes, strict=True)]
 
     def _protect(self) -> None:
         """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles write parts of them."""

@@ -11,12 +11,14 @@ imports only files above it):
     compute         the dtype of products, apart from that at rest
     quantised       blocks of 8-bit or 4-bit codes with one scale each
     leaf            modules whose parameters form one unit
+    gradient_state  what the home of a parameter's gradient holds
     unit            how the parameters of a unit lie in memory
     state_layout    where the parts of a tile's states lie
     gather          brings the shards of all ranks together
     packed          gathers and reductions of blocks
     reduce          adds up buckets of gradients over ranks
     plan            bytes on every tier, computed before allocation
+    budget          chooses the plan that the budgets hold
     pools           the buffers of a plan, carved from the arena
     estimate        memory needs of a model that does not exist yet
     agreement       compares program, model and policy over ranks

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -290,7 +290,10 @@ def _call_lent(func: Any, lent: Sequence[nn.Parameter], *args: Any, **kwargs: An
     made: list[torch.Tensor] = []
 
     def make(view: RestingView) -> torch.Tensor:
-        made.append(view.make() if view.requires_grad else view.make().detach())
+        value = view.make()
+        made.append(value if view.requires_grad else value.detach())
+        if view.requires_grad and view.grad_fn is None and not value.requires_grad:
+            made[-1] = cast(Any, _InPlaceOf).apply(view, value)
         return made[-1]
 
     if any(isinstance(each, RestingView) for each in _flat([*args, *kwargs.values()])):
@@ -301,6 +304,19 @@ def _call_lent(func: Any, lent: Sequence[nn.Parameter], *args: Any, **kwargs: An
     if [each._version for each in watched] != before:
         _refuse_write(getattr(func, "__name__", "this call"), lent[0])
     return output
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """Values in place of a view that is a leaf, which gets their gradient. Reentrant checkpointing makes such leaves: of each
+    argument it detaches one, and passes the gradient of that to the argument."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 def _under(values: Iterable[Any]) -> list[nn.Parameter]:

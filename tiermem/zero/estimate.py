@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.zero.plan import make_plan
+from tiermem.zero.budget import make_plan
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 

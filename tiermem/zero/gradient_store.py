@@ -6,19 +6,19 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on, to_device
+from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.swap.store import TensorStore
 from tiermem.swap.torch_step import block_sums_in_torch
 from tiermem.zero.gradient_link import GradientLink, GradientPart
+from tiermem.zero.gradient_state import Factor
 from tiermem.zero.unit import Shard, Unit, own_numel
 
 # ---- the value of p.grad ---------------------------------------------------------------------------------------------
@@ -29,15 +29,14 @@ T = TypeVar("T")
 class Norms(Protocol):
     """Computes the norms of gradients that rest on a tier. GradientHomes is one."""
 
-    @property
-    def divisor(self) -> float:
-        """The number by which sums over ranks are divided."""
-
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """The sum of squares of each parameter's gradient (summed over ranks), over all its elements. Collective."""
 
-    def number(self, value: torch.Tensor | float) -> Callable[[], float]:
-        """A function that gives a number, also one on an accelerator, whose copy to the host it waits for. Does not block."""
+    def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
+        """The 2-norm of each parameter's gradient, after the mean over ranks: fp32, on a device. Collective."""
+
+    def factor(self, value: torch.Tensor | float) -> Factor:
+        """A number that is to scale gradients, also one on an accelerator. Does not block."""
 
 
 class ShardedGrad(torch.Tensor):
@@ -84,7 +83,7 @@ class ShardedGrad(torch.Tensor):
         if name in ("aten::detach", "aten::alias"):
             return args[0]
         if name == "aten::linalg_vector_norm" and _is_two_norm(args[1:], kwargs):
-            return _norms([args[0]])[0]
+            return _norms(args[:1])[0]
         if name == "aten::_foreach_norm" and _is_two_norm(args[1:], kwargs):
             return _norms(args[0])
         if name in ("aten::mul_", "aten::div_"):
@@ -122,21 +121,17 @@ def _is_two_norm(args: Sequence[Any], kwargs: Any) -> bool:
 
 
 def _norms(grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
-    homes = grads[0].homes
-    sums = homes.sums_of_squares([g.shard for g in grads])
-    norms = torch.tensor([math.sqrt(s) / homes.divisor for s in sums], dtype=torch.float32)
-    return list(to_device(norms, grads[0].device).unbind())
+    return list(grads[0].homes.norms([grad.shard for grad in grads], grads[0].device).unbind())
 
 
 def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None:
     factors = factor if isinstance(factor, (list, tuple)) else [factor] * len(grads)
+    made: dict[int, Factor] = {}  # one for all gradients that one tensor scales
     for grad, value in zip(grads, factors, strict=True):
-        number = grad.homes.number(value)
-        grad.shard.gradient.scale(partial(_inverse, number) if is_division else number)
-
-
-def _inverse(number: Callable[[], float]) -> float:
-    return 1.0 / number()
+        if id(value) not in made:
+            scaling = grad.homes.factor(value)
+            made[id(value)] = scaling.inverse() if is_division else scaling
+        grad.shard.gradient.scale(made[id(value)])
 
 
 # ---- the store of gradients ------------------------------------------------------------------------------------------
@@ -216,10 +211,11 @@ class GradientStore:
         """The name of a unit's gradients in the store."""
         return f"grad/{unit.index}/{unit.name}"
 
-    def reserve(self, unit: Unit, dtype: torch.dtype) -> None:
-        """Reserves room for a unit's gradients on their tier."""
+    def reserve(self, unit: Unit, dtype: torch.dtype, crosses_link: bool) -> None:
+        """Reserves room for a unit's gradients on their tier. crosses_link: whether steps on an accelerator read them."""
         if self.home is not None:
-            self._store.reserve(self.entry(unit), (unit.shard_numel,), dtype, self.home, is_durable=False)
+            entry, shape = self.entry(unit), (unit.shard_numel,)
+            self._store.reserve(entry, shape, dtype, self.home, is_durable=False, crosses_link=crosses_link)
 
     def view(self, unit: Unit) -> torch.Tensor | None:
         """A unit's gradients in the shard layout; None when they do not rest in memory."""

@@ -29,7 +29,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tiermem.policy import OffloadPolicy, Tier
+from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import ToHost, is_accelerator, to_device
 from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
@@ -45,7 +45,9 @@ from tiermem.zero import registry
 from tiermem.zero.agreement import agree
 from tiermem.zero.collectives import call, share, start, total
 from tiermem.zero.gradient_link import GradientPart
+from tiermem.zero.gradient_state import Factor
 from tiermem.zero.gradient_store import GradientStore, ShardedGrad
+from tiermem.zero.plan import Plan
 from tiermem.zero.pools import Pools
 from tiermem.zero.reduce import Bucket, Reducer, cut, predivided
 from tiermem.zero.topology import Topology
@@ -59,7 +61,7 @@ class GradientHomes:
 
     Args:
         units: the trainable units.
-        home: the tier where gradients rest; None: they are not kept, and units are stepped in backward.
+        plan: its `grads` is the tier where gradients rest; None: they are not kept, and units are stepped in backward.
         pools: its `gradients` are buffers for NVME and None, its `links` those of the link from an accelerator, its `sums`
             those of reductions between CPUs.
         policy: in which dtype gradients rest, and how they are reduced.
@@ -68,7 +70,7 @@ class GradientHomes:
     def __init__(
         self,
         units: Sequence[Unit],
-        home: Tier | None,
+        plan: Plan,
         store: TensorStore,
         topology: Topology,
         workers: Workers,
@@ -78,7 +80,7 @@ class GradientHomes:
         self._units = units
         self._topology = topology
         self._policy = policy
-        self.store = GradientStore(home, store, topology.shard_rank, workers, pools.gradients, pools.links)
+        self.store = GradientStore(plan.grads, store, topology.shard_rank, workers, pools.gradients, pools.links)
         self._reducer = Reducer(topology, policy, pools.sums, store.device) if topology.group is not None else None
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._shards = [shard for unit in units for shard in unit.shards]
@@ -86,14 +88,14 @@ class GradientHomes:
         self._shown: set[Shard] = set()  # shards whose `p.grad` was set to its stand-in
         self._waiting: dict[Unit, bool] = {}  # units that this backward has not begun to reduce; True: answered
         self.num_micro_batches = 1  # a step's gradient is the mean of this many; 1: their losses were divided already
-        self._number: tuple[torch.Tensor, int, ToHost] | None = None  # the last one of `number`, and its version
+        self._factor: tuple[torch.Tensor, int, Factor] | None = None  # the last one of `factor`: its value and version
         self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
         self._stepped: dict[Unit, list[Shard]] = {}  # units stepped in backward; their shards with a gradient
         self._added: dict[
             nn.Parameter, None
         ] = {}  # ordinary parameters that were added to the model: a set with an order
         for unit in units:
-            self.store.reserve(unit, self.dtype(unit))
+            self.store.reserve(unit, self.dtype(unit), plan.steps_there)
 
     def dtype(self, unit: Unit) -> torch.dtype:
         """The dtype in which a unit's gradients accumulate and rest."""
@@ -129,7 +131,7 @@ class GradientHomes:
 
     def begin(self) -> None:
         """Begins a backward: clears `p.grad` for autograd's gradients."""
-        self._number = None
+        self._factor = None
         self._waiting = dict.fromkeys(self._units if self._policy.stage == 3 else reversed(self._units), False)
         self._given.clear()
         self.forget_replaced()
@@ -258,17 +260,38 @@ class GradientHomes:
         values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()
         return values
 
-    def number(self, value: torch.Tensor | float) -> Callable[[], float]:
-        """A function that gives a number, also one on an accelerator, whose copy to the host it waits for. Does not block.
+    def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
+        """The 2-norm of each parameter's gradient, after the mean over ranks, fp32, on a device. Collective.
+
+        Factors that an accelerator computes multiply there: no thread waits for them.
+        """
+        self.store.join()
+        bring_sums(self._shards)
+        sums = [math.fsum(cast(Sequence[float], s.gradient.block_sums)) if s.gradient.is_there else 0.0 for s in shards]
+        total_sums = total(self._topology, self._on_wire(sums, torch.float64)).tolist()
+        known = [s.gradient.known_factor for s in shards]
+        norms = [math.sqrt(of) * abs(by) / self.divisor for of, by in zip(total_sums, known, strict=True)]
+        found = to_device(torch.tensor(norms, dtype=torch.float64), device)
+        by_factors: dict[tuple[int, ...], list[int]] = {}
+        for number, shard in enumerate(shards):
+            by_factors.setdefault(tuple(map(id, shard.gradient.factors_there)), []).append(number)
+        for numbers in by_factors.values():
+            for factor in shards[numbers[0]].gradient.factors_there:
+                found = _scaled(found, numbers, factor.abs())
+        return found.float()
+
+    def factor(self, value: torch.Tensor | float) -> Factor:
+        """A number that is to scale gradients, also one on an accelerator. Does not block.
 
         Clipping scales every gradient by one tensor, which is copied once.
         """
         if not isinstance(value, torch.Tensor) or not is_accelerator(value.device):
-            return partial(float, float(value))
+            return Factor(partial(float, float(value)), None)
         version = value._version
-        if self._number is None or self._number[0] is not value or self._number[1] != version:
-            self._number = value, version, ToHost(value)
-        return self._number[2].number
+        if self._factor is None or self._factor[0] is not value or self._factor[1] != version:
+            there = value.detach().to(torch.float64, copy=True)
+            self._factor = value, version, Factor(ToHost(there).number, there)
+        return self._factor[2]
 
     def norm(self) -> float:
         """The global 2-norm of the gradients at home, after the mean over ranks; NaN or infinity if any is. Collective."""
@@ -397,6 +420,16 @@ def bring_sums(shards: Sequence[Shard]) -> None:
         for shard, own in away:
             shard.gradient.bring_sums(whole[: own.numel()])
             del whole[: own.numel()]
+
+
+def _scaled(norms: torch.Tensor, numbers: Sequence[int], factor: torch.Tensor) -> torch.Tensor:
+    """Norms, of which those with these numbers are multiplied by a factor on their device."""
+    if len(numbers) == norms.numel():
+        return norms * factor
+    parts = list(norms.unbind())
+    for number in numbers:
+        parts[number] = parts[number] * factor
+    return torch.stack(parts)
 
 
 def _fresh(shard: Shard) -> bool:

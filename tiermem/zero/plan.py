@@ -1,24 +1,23 @@
-"""Plan: computes the memory of a sharded model on every tier before anything is allocated."""
+"""Plan: the memory of a sharded model on every tier, as a sum of rows, for one choice of what a budget leaves open."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.accelerator import free_and_total, is_accelerator
+from tiermem.swap.native import NORM_BLOCK
 from tiermem.swap.ranges import round_up
+from tiermem.swap.torch_step import CHUNK, SCRATCH_BYTES
 from tiermem.zero.gather import secondary_numel
 from tiermem.zero.packed import gathers_packed, needs_wire, wire_bytes
 from tiermem.zero.reduce import MOST_UNDER_WAY, largest_buffer, largest_column
 from tiermem.zero.state_layout import FP32_BYTES, StateLayout
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import UNIT_ALIGN, Division, Unit, reads_weights_again
+from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
@@ -36,6 +35,7 @@ _ACTIVATION_BUFFERS = 8
 """Of one piece each, between activations and NVMe: enough to keep a disk busy."""
 
 _STATES = "optimizer states"
+_FACTORS = (8, 8)
 
 T = TypeVar("T")
 
@@ -71,7 +71,8 @@ class Plan:
     """
 
     rows: list[Row]
-    host_bytes: int  # all HOST rows: the arena's size
+    host_bytes: int  # all HOST rows
+    arena_bytes: int  # those that are carved from the arena; the others are the driver's and torch's
     device_bytes: int  # all DEVICE rows, on an accelerator
     disk_bytes: int  # all NVME rows
     frozen_disk_bytes: int  # the part for checkpoints; taken when the first step after a checkpoint is written
@@ -90,10 +91,16 @@ class Plan:
     tiles: Buffers  # tiles of optimizer states
     activations: Buffers  # pieces of activations on their way to NVMe and back
     tile_numel: int
+    kept_bytes: int  # most bytes of states that stay on the device although `states` is another tier
+    steps_there: bool  # whether an accelerator steps some states
     resident_bytes: int  # most bytes of states that are kept on HOST although they rest on NVMe
     activation_bytes: (
         int  # room for activations that rest on HOST; 0: there are none, or the plan does not know how many
     )
+
+    def listed(self, tier: Tier) -> str:
+        """Its rows of a tier, in one line, for an error."""
+        return "; ".join(f"{row.what} {format_mib(row.num_bytes)} ({row.why})" for row in self.rows if row.tier is tier)
 
     def why_disk(self, policy: OffloadPolicy) -> str:
         """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for checkpoints."""
@@ -121,156 +128,6 @@ def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
 def keeps_secondary(policy: OffloadPolicy, num_shards: int) -> bool:
     """Whether near ranks keep a second copy of gathered parameters: only if other ranks are far."""
     return 1 < policy.secondary_group_size < num_shards
-
-
-def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_gpu: bool, ranks_on_node: int) -> Plan:
-    """Plans a division under a policy.
-
-    With one shard, a unit that rests where the maths runs is used there: such units are resident in `Plan.division`. Raises
-    ValueError when the budget cannot hold the smallest plan, or a parameter cannot be kept in the policy's precision.
-    """
-    if policy.grads is Tier.DEVICE and not is_gpu:
-        raise ValueError(
-            "grads=DEVICE without an accelerator: reduced gradients rest on HOST or NVME; leave it None for what fits the "
-            "budget"
-        )
-    for unit in division.units:
-        if unit.is_trainable:
-            policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
-    homes = _unit_homes(division.units, policy, topology.num_shards)
-    in_place = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
-    if topology.num_shards == 1:
-        as_is = [u for u in division.units if not (u.is_packed or u.is_widened)]
-        stays = {u.index for u in as_is if homes.get(u.index) in in_place}
-        homes = {index: home for index, home in homes.items() if index not in stays}
-        division = division.with_residents(stays)
-    maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node)
-    plan = maker.make(set())
-    if plan is not None and is_gpu and policy.device_bytes is not None:
-        plan = maker.make(_staying(maker, division, homes)) or plan
-    if plan is None:
-        raise ValueError(maker.refusal())
-    return plan
-
-
-def check_card(plan: Plan, policy: OffloadPolicy, device: torch.device) -> None:
-    """Raises ValueError, with the arithmetic, when an accelerator has no room for a plan or for the budget."""
-    if is_accelerator(device):
-        check_room(plan, policy, *free_and_total(device))
-
-
-def check_room(plan: Plan, policy: OffloadPolicy, free_bytes: int, total_bytes: int) -> None:
-    """As `check_card`, for an accelerator of which this process may still take `free_bytes` of all bytes."""
-    if policy.device_bytes is not None and policy.device_bytes > total_bytes:
-        raise ValueError(
-            f"device_bytes={policy.device_bytes}, and the accelerator has {total_bytes} ({_mib(total_bytes)}), of which "
-            "activations need a part: give less, or leave it out"
-        )
-    if plan.device_bytes > free_bytes:
-        raise ValueError(
-            f"the plan needs {plan.device_bytes} bytes of the accelerator, and {free_bytes} of its {total_bytes} are free "
-            f"(other processes may hold the rest): {_listed(plan, Tier.DEVICE)}. Send more to HOST or NVME, or set device_bytes"
-        )
-
-
-class _Maker:
-    """Makes the best plan within the budgets, for any choice of units that stay on the accelerator."""
-
-    def __init__(
-        self,
-        division: Division,
-        policy: OffloadPolicy,
-        topology: Topology,
-        is_gpu: bool,
-        homes: dict[int, Tier],
-        ranks_on_node: int,
-    ) -> None:
-        self._division = division
-        self._policy = policy
-        self._topology = topology
-        self._is_gpu = is_gpu
-        self._homes = homes
-        self._ranks_on_node = ranks_on_node
-        self._budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
-
-    def make(self, stays: Collection[int]) -> Plan | None:
-        """The best plan with these units (by index) staying on the accelerator; None when none fits."""
-        policy, budget, planner = self._policy, self._budget, self._planner(stays)
-        for choice in planner.choices():
-            plan = planner.plan(choice, resident_bytes=policy.resident_bytes or 0)
-            if self._fits(plan):
-                left = 0 if budget is None else budget - plan.host_bytes - _PAGE
-                if left > 0 and planner.wants_rest:
-                    return planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
-                return planner.plan(choice, left) if left > 0 and policy.resident_bytes is None else plan
-        return None
-
-    def refusal(self) -> str:
-        """Says which budget no plan fits, with the rows of the smallest plan."""
-        policy, planner, count = self._policy, self._planner(()), self._ranks_on_node
-        plans = [planner.plan(choice, policy.resident_bytes or 0) for choice in planner.choices()]
-        smallest = min(plans, key=lambda plan: plan.device_bytes)
-        if policy.device_bytes is not None and smallest.device_bytes > policy.device_bytes:
-            return (
-                f"device_bytes={policy.device_bytes}, and the smallest plan needs {smallest.device_bytes} of each rank's "
-                f"accelerator: {_listed(smallest, Tier.DEVICE)}. Raise the budget, or send more to HOST or NVME"
-            )
-        smallest = min((plan for plan in plans if self._fits_device(plan)), key=lambda plan: plan.host_bytes)
-        return (
-            f"host_bytes={policy.host_bytes} per node is {self._budget} for each of {count} ranks, and the smallest plan "
-            f"needs {smallest.host_bytes} per rank, {smallest.host_bytes * count} per node: {_listed(smallest, Tier.HOST)}. "
-            "Raise the budget, or send more to NVME"
-        )
-
-    def _planner(self, stays: Collection[int]) -> _Planner:
-        homes = {index: home for index, home in self._homes.items() if index not in stays}
-        division = self._division.with_residents(stays) if stays else self._division
-        return _Planner(division, self._policy, self._topology, self._is_gpu, homes)
-
-    def _fits(self, plan: Plan) -> bool:
-        return (self._budget is None or plan.host_bytes <= self._budget) and self._fits_device(plan)
-
-    def _fits_device(self, plan: Plan) -> bool:
-        budget = self._policy.device_bytes if self._is_gpu else None
-        return budget is None or plan.device_bytes <= budget
-
-
-def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> set[int]:
-    """The streamed units, by index, that stay on the accelerator: the most bytes that both budgets hold.
-
-    Fetches cost most from NVME, and twice a step where backward reads the weights again. Units that cost the same stay at even
-    distances, so that fetches of others hide behind them. Large units enlarge every buffer, so that is also tried: these first.
-    """
-    again = {unit.index for unit in division.order(reads_weights_again)}
-    units = [u for u in division.units if u.index in homes and not u.is_packed and u.full_dtype == u.dtype]
-    sizes = sorted(unit.full_bytes for unit in units)
-    usual = sizes[len(sizes) // 2] if sizes else 0
-
-    def cost(unit: Unit) -> tuple[bool, bool]:
-        return homes[unit.index] is Tier.NVME, unit.index in again
-
-    def first(count: int, order: Callable[[Unit], Any]) -> set[int]:
-        """The indices of `count` units, group by group, the highest first; of the last group at even distances."""
-        found: set[int] = set()
-        for _, alike in itertools.groupby(sorted(units, key=order, reverse=True), key=order):
-            group = sorted(alike, key=lambda unit: unit.index)
-            found.update(unit.index for unit in spread(group, min(1.0, (count - len(found)) / len(group))))
-            if len(found) >= count:
-                break
-        return found
-
-    best: set[int] = set()
-    bytes_of = {unit.index: unit.full_bytes for unit in units}
-    orders: list[Callable[[Unit], Any]] = [cost, lambda unit: (unit.full_bytes > usual, *cost(unit))]
-    for order in orders:
-        low, high = 0, len(units)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if maker.make(first(middle, order)) is not None else (low, middle - 1)
-        found = first(low, order)
-        if sum(bytes_of[index] for index in found) > sum(bytes_of[index] for index in best):
-            best = found
-    return best
 
 
 class _Sheet:
@@ -305,13 +162,20 @@ class _Sheet:
         return sum(row.num_bytes for row in self.rows if row.tier is tier)
 
 
-class _Planner:
+class Planner:
     """Plans one choice; lists the choices, best first."""
 
     def __init__(
-        self, division: Division, policy: OffloadPolicy, topology: Topology, is_gpu: bool, homes: dict[int, Tier]
+        self,
+        division: Division,
+        policy: OffloadPolicy,
+        topology: Topology,
+        is_gpu: bool,
+        homes: dict[int, Tier],
+        context_bytes: int,
     ) -> None:
         self._policy = policy
+        self._context_bytes = context_bytes
         self._division = division
         self._units = division.units
         self._most_at_once = max(1, division.most_at_once)
@@ -320,8 +184,11 @@ class _Planner:
         self._world = topology.world
         self._trainable = [u for u in division.units if u.is_trainable]
         self._homes = homes  # of streamed units, by index
-        on_host = Tier.HOST if policy.optim is Tier.DEVICE and not is_gpu else policy.optim
-        self._states: Tier = on_host  # tier of optimizer states; without an accelerator DEVICE means host memory
+        optim = policy.optim if policy.optim_ratio else Tier.DEVICE
+        device = Tier.DEVICE if is_gpu else Tier.HOST  # without an accelerator DEVICE means host memory
+        self._states: Tier = device if optim is Tier.DEVICE else optim  # tier of optimizer states
+        self._kept_part = 0.0 if self._states is device else 1.0 - policy.optim_ratio  # of them, on the device
+        self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)
         rests_on_host = is_gpu and policy.activations is Tier.HOST
         self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
@@ -369,17 +236,23 @@ class _Planner:
         sum_sizes = (largest_buffer(u, self._num_shards, policy.reduce_bucket_numel) for u in self._trainable)
         sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place)
         activations, room_bytes = self._add_activations(sheet, room_bytes)
-        resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
+        kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen = self._add_frozen(sheet, at_home[Tier.NVME])
-        streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
+        streams = Tier.NVME in (self._states, grads, *self._homes.values())
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
         tile_sizes = (tile_bytes(u, tile_numel, policy) for u in self._trainable)
-        tiles = sheet.buffers("tile", num_tiles * streams, tile_sizes, f"of {tile_numel} elements")
+        tiles = sheet.buffers(
+            "tile", num_tiles * streams, tile_sizes, f"of {tile_numel} elements", crosses_link=self._steps_there
+        )
+        if self._steps_there and self._trainable:
+            sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "one tile's values in fp32 and its copies")
         sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
+        outside_bytes = self._add_outside(sheet, grads)
         return Plan(
             rows=sheet.rows,
             host_bytes=sheet.total(Tier.HOST),
+            arena_bytes=sheet.total(Tier.HOST) - outside_bytes,
             device_bytes=sheet.total(Tier.DEVICE),
             disk_bytes=sheet.total(Tier.NVME),
             frozen_disk_bytes=frozen,
@@ -398,6 +271,8 @@ class _Planner:
             tiles=tiles,
             activations=activations,
             tile_numel=tile_numel,
+            kept_bytes=kept_bytes,
+            steps_there=self._steps_there,
             resident_bytes=resident_bytes,
             activation_bytes=room_bytes,
         )
@@ -428,9 +303,23 @@ class _Planner:
         """Adds the rows of gradients; returns the buffers through which they pass."""
         sizes = [u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize for u in self._trainable]
         if home is not None:
-            sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
+            why = f"rest on {home.name} until the step"
+            sheet.add("gradients", home, _pages(sizes), why, crosses_link=self._steps_there)
         passes = home in (None, Tier.NVME)
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
+
+    def _add_outside(self, sheet: _Sheet, grads: Tier | None) -> int:
+        """Adds the rows of HOST memory that an accelerator takes outside the arena; returns its bytes."""
+        if not self._is_gpu:
+            return 0
+        shards = [shard for unit in self._trainable for shard in unit.shards]
+        sizes = [8 * len(shards), *_FACTORS]  # of norms, and of factors from clipping and GradScaler: float64
+        if grads is Tier.DEVICE:
+            sizes.append(8 * sum(shard.shard_numel // NORM_BLOCK + 2 for shard in shards))  # sums of squares
+        small = sum(max(_PAGE, 1 << (size - 1).bit_length()) for size in sizes if size)
+        sheet.add("context", Tier.HOST, self._context_bytes, "of the accelerator's driver in this process, measured")
+        sheet.add("small copies", Tier.HOST, small, "pinned by torch, which rounds them up to powers of two")
+        return self._context_bytes + small
 
     def _add_activations(self, sheet: _Sheet, room_bytes: int) -> tuple[Buffers, int]:
         """Adds the rows of activations; returns the buffers through which they pass, and their room on HOST."""
@@ -448,8 +337,11 @@ class _Planner:
         )
         return buffers, room_bytes * (home is Tier.HOST)
 
-    def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> int:
-        """Adds the rows of optimizer states; returns the bytes of states kept on HOST although they rest on NVMe."""
+    def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> tuple[int, int]:
+        """Adds the rows of optimizer states.
+
+        Returns the bytes of states that stay on an accelerator, and of those kept on HOST, although the others rest elsewhere.
+        """
         tiles = [alike for u in self._trainable for alike in _state_sizes(u, tile_numel, self._policy)]
         states = sum(_page(size) * count for size, count in tiles)
         home = self._states
@@ -457,15 +349,19 @@ class _Planner:
         sheet.add(
             "initial masters", Tier.NVME if home is Tier.NVME else Tier.HOST, _pages(initial), "until the first step"
         )
-        if home is not Tier.NVME:
-            sheet.add(_STATES, home, states, f"rest on {home.name}")
-            return 0
-        resident = min(resident_bytes // _PAGE * _PAGE, states)
-        # Tiles are not divided, so up to one tile less is resident.
-        whole = resident if resident == states else max(0, resident - max(tiles, default=(0, 0))[0])
-        sheet.add(_STATES, Tier.NVME, states - whole, "rest on NVME")
+        kept = int(states * self._kept_part) // _PAGE * _PAGE
+        resident = min(resident_bytes // _PAGE * _PAGE, states - kept) if home is Tier.NVME else 0
+        # Tiles are not divided, so up to one tile less is kept, and one less resident.
+        largest = max(tiles, default=(0, 0))[0]
+        elsewhere = sum(part if part == states else max(0, part - largest) for part in (kept, resident))
+        sheet.add(_STATES, home, states - elsewhere, f"rest on {home.name}")
+        place, why = (
+            Tier.DEVICE if self._is_gpu else Tier.HOST,
+            f"states that stay: optim_ratio={self._policy.optim_ratio}",
+        )
+        sheet.add("kept tiles", place, kept, why)
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
-        return resident
+        return kept, resident
 
     def _add_frozen(self, sheet: _Sheet, resting: list[Unit]) -> int:
         """Adds room for slots that checkpoints hold while steps write to others; returns its bytes.
@@ -481,23 +377,17 @@ class _Planner:
         return frozen
 
 
-def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:
-    """Tiers of streamed units. Of units on NVMe, `host_param_numel` elements stay on HOST, spread evenly over the model."""
-    streamed = [u for u in units if not u.is_resident]
-    homes = {u.index: policy.params for u in streamed}
-    if policy.params is Tier.NVME and policy.host_param_numel and streamed:
-        share = policy.host_param_numel / num_shards / sum(u.shard_numel for u in streamed)
-        for unit in spread(streamed, min(1.0, share)):
-            homes[unit.index] = Tier.HOST
-    return homes
-
-
 def tile_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
     """Bytes of a tile's buffer: its states, and its slices of the parameters and of the gradients."""
     numel = min(tile_numel, unit.shard_numel)
     grad_bytes = policy.precision.grad_dtype(unit.dtype).itemsize
     states = planned_layout(unit, policy).buffer_bytes(numel, keeps_initial_master(unit, policy))
     return states + numel * (unit.dtype.itemsize + grad_bytes)
+
+
+def step_scratch_bytes(tile_numel: int) -> int:
+    """What an accelerator takes beside the states of a tile that it steps, at most: fp32 values, its weights and gradients."""
+    return min(tile_numel, CHUNK) * (SCRATCH_BYTES // CHUNK) + tile_numel * 2 * FP32_BYTES
 
 
 def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tuple[int, int]]:
@@ -520,9 +410,6 @@ def _page(num_bytes: int) -> int:
     return round_up(num_bytes, _PAGE)
 
 
-def _listed(plan: Plan, tier: Tier) -> str:
-    return "; ".join(f"{row.what} {_mib(row.num_bytes)} ({row.why})" for row in plan.rows if row.tier is tier)
-
-
-def _mib(num_bytes: int) -> str:
+def format_mib(num_bytes: int) -> str:
+    """A size for an error."""
     return f"{num_bytes / (1 << 20):.1f} MiB"

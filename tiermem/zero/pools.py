@@ -24,10 +24,12 @@ class Pools(NamedTuple):
 def carve(arena: Arena, plan: Plan) -> Pools:
     """Takes all buffers of a plan that lie on HOST from the arena, which owns them until it is closed."""
 
+    crossing = ("shards", "links", "activations", *(["tiles"] if plan.steps_there else []))
+
     def pool(name: str) -> Pool | None:
         size, count = getattr(plan, name)
         if not count or name in plan.on_device:
             return None
-        return Pool(arena, size, count, name, crosses_link=name in ("shards", "links", "activations"))
+        return Pool(arena, size, count, name, crosses_link=name in crossing)
 
     return Pools(*map(pool, Pools._fields))

@@ -222,7 +222,7 @@ class _Settler:
         """Writes this rank's part of every parameter of a unit, of rank 0's values, into the unit's shard layout."""
         shard.zero_()
         if keeps_initial_master(unit, self._policy):
-            home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
+            home = Tier.NVME if self._plan.states is Tier.NVME else Tier.HOST
             self._store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home, is_durable=False)
         for part in unit.shards:
             piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy
-from tiermem.swap.accelerator import activate, find_device, is_accelerator
+from tiermem.swap.accelerator import find_device, is_accelerator, open_context
 from tiermem.swap.native import trim_heap
 from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.run_folder import RunName, call_in_child
@@ -43,13 +43,14 @@ from tiermem.zero import absent, registry
 from tiermem.zero.activations import make_activations
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
 from tiermem.zero.backward_marks import in_backward, made_by, tensors_in
+from tiermem.zero.budget import check_card, make_plan
 from tiermem.zero.collectives import exchange
 from tiermem.zero.compute import agree_on_compute, widen_inputs
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
 from tiermem.zero.joining import join_ranks
-from tiermem.zero.plan import BOUNCE_BYTES, check_card, make_plan
+from tiermem.zero.plan import BOUNCE_BYTES
 from tiermem.zero.pools import carve
 from tiermem.zero.prefetcher import Prefetcher, first_order, limits_of
 from tiermem.zero.settle import check_model, move_buffers, release, settle, show_parts
@@ -109,7 +110,7 @@ class Shards:
         check_model(model, is_trained)
         self.model = model
         self.device = find_device(device)
-        activate(self.device)
+        context = open_context(self.device)  # bytes
         built = built_with(model)
         if group is None and built.group is None:
             join_ranks(policy.timeout_s, self.device, policy.join_timeout_s)
@@ -128,7 +129,7 @@ class Shards:
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
         division = divide(model, policy, self.topology.num_shards, is_trained)
-        self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node())
+        self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node(), context)
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
         check_card(self.plan, policy, self.device)
         self.store = self._open_store()
@@ -490,7 +491,7 @@ class Shards:
         [run_id, *_] = exchange(topology, RunName.new().run_id)
         return TensorStore(
             paths_of_rank(policy.paths),
-            max(plan.host_bytes, 1),
+            max(plan.arena_bytes, 1),
             policy.io,
             policy.disk_bytes,
             self.device,
@@ -509,9 +510,9 @@ class Shards:
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
         self.units, self._passage = settle(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
-        self.store.settle()
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
-        self.homes = GradientHomes(trainable, self.plan.grads, self.store, self.topology, workers, pools, policy)
+        self.homes = GradientHomes(trainable, self.plan, self.store, self.topology, workers, pools, policy)
+        self.store.settle()
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
         activations = make_activations(self.model, self.units, self.plan, policy, self.store, pools.activations)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +17,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.swap.ranges import round_up
 from tiermem.zero.compute import widened_dtype
+from tiermem.zero.gradient_state import Gradient
 from tiermem.zero.leaf import UsedInPieces, apply_rules, has_forward, is_routed, z3_leaf_module
 from tiermem.zero.quantised import BLOCK, FORMATS, INT8, BlockFormat
 
@@ -161,84 +161,6 @@ def _lowered_modules(model: nn.Module, policy: OffloadPolicy) -> Iterator[nn.Mod
 ALIGN = 64  # elements
 UNIT_ALIGN = 4096  # elements
 _PAGE = 4096  # bytes
-
-
-class GradientState(enum.Enum):
-    """The content of the home (the place at rest) of a parameter's reduced gradient; see the diagram of Gradient."""
-
-    NONE = enum.auto()  # no valid content
-    ARRIVED = enum.auto()  # the sum of this backward; it is not known yet whether any rank had a gradient
-    HOME = enum.auto()  # the gradient
-    ZERO = enum.auto()  # any content: the gradient is zero
-
-
-_THERE = (GradientState.HOME, GradientState.ZERO)
-
-
-class Gradient:
-    """The reduced gradient of a parameter; this rank's part is at its home.
-
-    NONE --arrive--> ARRIVED --confirm--> HOME      another micro-batch: HOME --arrive--> HOME
-    HOME --clear--> ZERO --arrive--> HOME           any state --forget--> NONE
-    """
-
-    def __init__(self) -> None:
-        self.state = GradientState.NONE
-        self._factors: list[Callable[[], float]] = []  # from clip_grad_norm_ and GradScaler; not read yet
-        self._factor = 1.0  # the product of those that were read
-        self.block_sums: Sequence[float] | torch.Tensor = ()  # sums of squares of its blocks
-
-    @property
-    def factor(self) -> float:
-        """The product of all factors. Blocks for those that an accelerator computes."""
-        while self._factors:
-            self._factor *= self._factors.pop(0)()
-        return self._factor
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the parameter has a gradient."""
-        return self.state in _THERE
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether it is zero, whatever its home contains."""
-        return self.state is GradientState.ZERO
-
-    @property
-    def takes_more(self) -> bool:
-        """Whether the next gradient is added to the content of its home."""
-        return self.state in (GradientState.ARRIVED, GradientState.HOME)
-
-    def arrive(self, block_sums: Sequence[float] | torch.Tensor, factor: float = 1.0) -> None:
-        """HOME or ZERO -> HOME, else -> ARRIVED: all of this rank's part is stored, with these sums of squares."""
-        self._put(GradientState.HOME if self.state in _THERE else GradientState.ARRIVED, factor, block_sums)
-
-    def bring_sums(self, block_sums: Sequence[float]) -> None:
-        """Replaces the sums of squares on an accelerator by the same numbers on the CPU."""
-        self.block_sums = block_sums
-
-    def confirm(self) -> None:
-        """ARRIVED or NONE (a parameter without elements) -> HOME: some rank had a gradient."""
-        if self.state not in _THERE:
-            self.state = GradientState.HOME
-
-    def scale(self, factor: Callable[[], float]) -> None:
-        """HOME: multiplies the gradient by a factor, which is called when it is needed; the stored values do not change."""
-        self._factors.append(factor)
-
-    def clear(self) -> None:
-        """HOME -> ZERO: the next gradient, or the step, overwrites the stored values."""
-        if self.is_there:
-            self._put(GradientState.ZERO)
-
-    def forget(self) -> None:
-        """-> NONE."""
-        self._put(GradientState.NONE)
-
-    def _put(self, state: GradientState, factor: float = 1.0, block_sums: Sequence[float] | torch.Tensor = ()) -> None:
-        self.state, self._factor, self.block_sums = state, factor, block_sums
-        self._factors.clear()
 
 
 @dataclasses.dataclass(eq=False)

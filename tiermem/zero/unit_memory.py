@@ -403,11 +403,18 @@ class UnitMemory:
         self._accumulating[stream.stream_id] = stream
 
     def join(self) -> None:
-        """Lets the current stream wait for all other streams that use the memory or accumulated its gradients."""
+        """Lets the current stream wait for all other streams that use the memory or accumulated its gradients.
+
+        Of a stream whose use has ended it waits for that end: the stream that fills may be filling the next units by now.
+        """
         if self._owner is not None:
             stream = current_stream(self._owner.device)
-            for other in (*self._users.values(), *self._accumulating.values()):
-                if other.stream_id != stream.stream_id:
+            for number, other in (self._users | self._accumulating).items():
+                if number == stream.stream_id:
+                    continue
+                if number in self._ends and number not in self._accumulating:
+                    stream.wait_event(self._ends[number])
+                else:
                     stream.wait_stream(other)
             self._accumulating.clear()
 

@@ -1,0 +1,192 @@
+"""Budget: chooses the plan of a sharded model, the best one that the budgets of HOST and DEVICE hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import free_and_total, is_accelerator
+from tiermem.swap.arena import PAGE_BYTES
+from tiermem.zero.collectives import exchange
+from tiermem.zero.plan import Plan, Planner, format_mib, spread
+from tiermem.zero.topology import Topology
+from tiermem.zero.unit import Division, Unit, reads_weights_again
+
+
+def make_plan(
+    division: Division,
+    policy: OffloadPolicy,
+    topology: Topology,
+    is_gpu: bool,
+    ranks_on_node: int,
+    context_bytes: int = 0,
+) -> Plan:
+    """Plans a division under a policy.
+
+    context_bytes: HOST memory that this process has taken for the accelerator's context; part of the budget. Ranks plan for the
+    rank that took most, so the call is collective.
+
+    With one shard, a unit that rests where the maths runs is used there: such units are resident in `Plan.division`. Raises
+    ValueError when the budget cannot hold the smallest plan, or a parameter cannot be kept in the policy's precision.
+    """
+    if policy.grads is Tier.DEVICE and not is_gpu:
+        raise ValueError(
+            "grads=DEVICE without an accelerator: reduced gradients rest on HOST or NVME; leave it None for what fits the "
+            "budget"
+        )
+    for unit in division.units:
+        if unit.is_trainable:
+            policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
+    homes = _unit_homes(division.units, policy, topology.num_shards)
+    in_place = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
+    if topology.num_shards == 1:
+        as_is = [u for u in division.units if not (u.is_packed or u.is_widened)]
+        stays = {u.index for u in as_is if homes.get(u.index) in in_place}
+        homes = {index: home for index, home in homes.items() if index not in stays}
+        division = division.with_residents(stays)
+    if is_gpu:
+        context_bytes = max(map(int, exchange(topology, str(context_bytes))))
+    maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node, context_bytes)
+    plan = maker.make(set())
+    if plan is not None and is_gpu and policy.device_bytes is not None:
+        plan = maker.make(_staying(maker, division, homes)) or plan
+    if plan is None:
+        raise ValueError(maker.refusal())
+    return plan
+
+
+def check_card(plan: Plan, policy: OffloadPolicy, device: torch.device) -> None:
+    """Raises ValueError, with the arithmetic, when an accelerator has no room for a plan or for the budget."""
+    if is_accelerator(device):
+        check_room(plan, policy, *free_and_total(device))
+
+
+def check_room(plan: Plan, policy: OffloadPolicy, free_bytes: int, total_bytes: int) -> None:
+    """As `check_card`, for an accelerator of which this process may still take `free_bytes` of all bytes."""
+    if policy.device_bytes is not None and policy.device_bytes > total_bytes:
+        raise ValueError(
+            f"device_bytes={policy.device_bytes}, and the accelerator has {total_bytes} ({format_mib(total_bytes)}), of which "
+            "activations need a part: give less, or leave it out"
+        )
+    if plan.device_bytes > free_bytes:
+        raise ValueError(
+            f"the plan needs {plan.device_bytes} bytes of the accelerator, and {free_bytes} of its {total_bytes} are free "
+            f"(other processes may hold the rest): {plan.listed(Tier.DEVICE)}. Send more to HOST or NVME, or set device_bytes"
+        )
+
+
+class _Maker:
+    """Makes the best plan within the budgets, for any choice of units that stay on the accelerator."""
+
+    def __init__(
+        self,
+        division: Division,
+        policy: OffloadPolicy,
+        topology: Topology,
+        is_gpu: bool,
+        homes: dict[int, Tier],
+        ranks_on_node: int,
+        context_bytes: int,
+    ) -> None:
+        self._context_bytes = context_bytes
+        self._division = division
+        self._policy = policy
+        self._topology = topology
+        self._is_gpu = is_gpu
+        self._homes = homes
+        self._ranks_on_node = ranks_on_node
+        self._budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
+
+    def make(self, stays: Collection[int]) -> Plan | None:
+        """The best plan with these units (by index) staying on the accelerator; None when none fits."""
+        policy, budget, planner = self._policy, self._budget, self._planner(stays)
+        for choice in planner.choices():
+            plan = planner.plan(choice, resident_bytes=policy.resident_bytes or 0)
+            if self._fits(plan):
+                left = 0 if budget is None else budget - plan.host_bytes - PAGE_BYTES
+                if left > 0 and planner.wants_rest:
+                    return planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
+                return planner.plan(choice, left) if left > 0 and policy.resident_bytes is None else plan
+        return None
+
+    def refusal(self) -> str:
+        """Says which budget no plan fits, with the rows of the smallest plan."""
+        policy, planner, count = self._policy, self._planner(()), self._ranks_on_node
+        plans = [planner.plan(choice, policy.resident_bytes or 0) for choice in planner.choices()]
+        smallest = min(plans, key=lambda plan: plan.device_bytes)
+        if policy.device_bytes is not None and smallest.device_bytes > policy.device_bytes:
+            return (
+                f"device_bytes={policy.device_bytes}, and the smallest plan needs {smallest.device_bytes} of each rank's "
+                f"accelerator: {smallest.listed(Tier.DEVICE)}. Raise the budget, or send more to HOST or NVME"
+            )
+        smallest = min((plan for plan in plans if self._fits_device(plan)), key=lambda plan: plan.host_bytes)
+        return (
+            f"host_bytes={policy.host_bytes} per node is {self._budget} for each of {count} ranks, and the smallest plan "
+            f"needs {smallest.host_bytes} per rank, {smallest.host_bytes * count} per node: {smallest.listed(Tier.HOST)}. "
+            "Raise the budget, or send more to NVME"
+        )
+
+    def _planner(self, stays: Collection[int]) -> Planner:
+        homes = {index: home for index, home in self._homes.items() if index not in stays}
+        division = self._division.with_residents(stays) if stays else self._division
+        return Planner(division, self._policy, self._topology, self._is_gpu, homes, self._context_bytes)
+
+    def _fits(self, plan: Plan) -> bool:
+        return (self._budget is None or plan.host_bytes <= self._budget) and self._fits_device(plan)
+
+    def _fits_device(self, plan: Plan) -> bool:
+        budget = self._policy.device_bytes if self._is_gpu else None
+        return budget is None or plan.device_bytes <= budget
+
+
+def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> set[int]:
+    """The streamed units, by index, that stay on the accelerator: the most bytes that both budgets hold.
+
+    Fetches cost most from NVME, and twice a step where backward reads the weights again. Units that cost the same stay at even
+    distances, so that fetches of others hide behind them. Large units enlarge every buffer, so that is also tried: these first.
+    """
+    again = {unit.index for unit in division.order(reads_weights_again)}
+    units = [u for u in division.units if u.index in homes and not u.is_packed and u.full_dtype == u.dtype]
+    sizes = sorted(unit.full_bytes for unit in units)
+    usual = sizes[len(sizes) // 2] if sizes else 0
+
+    def cost(unit: Unit) -> tuple[bool, bool]:
+        return homes[unit.index] is Tier.NVME, unit.index in again
+
+    def first(count: int, order: Callable[[Unit], Any]) -> set[int]:
+        """The indices of `count` units, group by group, the highest first; of the last group at even distances."""
+        found: set[int] = set()
+        for _, alike in itertools.groupby(sorted(units, key=order, reverse=True), key=order):
+            group = sorted(alike, key=lambda unit: unit.index)
+            found.update(unit.index for unit in spread(group, min(1.0, (count - len(found)) / len(group))))
+            if len(found) >= count:
+                break
+        return found
+
+    best: set[int] = set()
+    bytes_of = {unit.index: unit.full_bytes for unit in units}
+    orders: list[Callable[[Unit], Any]] = [cost, lambda unit: (unit.full_bytes > usual, *cost(unit))]
+    for order in orders:
+        low, high = 0, len(units)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if maker.make(first(middle, order)) is not None else (low, middle - 1)
+        found = first(low, order)
+        if sum(bytes_of[index] for index in found) > sum(bytes_of[index] for index in best):
+            best = found
+    return best
+
+
+def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:
+    """Tiers of streamed units. Of units on NVMe, `host_param_numel` elements stay on HOST, spread evenly over the model."""
+    streamed = [u for u in units if not u.is_resident]
+    homes = {u.index: policy.params for u in streamed}
+    if policy.params is Tier.NVME and policy.host_param_numel and streamed:
+        share = policy.host_param_numel / num_shards / sum(u.shard_numel for u in streamed)
+        for unit in spread(streamed, min(1.0, share)):
+            homes[unit.index] = Tier.HOST
+    return homes
