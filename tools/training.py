@@ -27,6 +27,7 @@ import tiermem
 import tiermem.zero.init
 from tiermem.engine import Engine
 from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
+from tiermem.swap.queue import Meter
 from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.bench.small_training import PHASES
@@ -194,6 +195,8 @@ class Trainer:
     def _train(self, engine: Engine) -> None:
         job = self._job
         dataset = Corpus([Path(path) for path in job.data], job.seq, job.seed)
+        store = engine.shards.store
+        meter = Meter(store.recorder, store.stats)
         size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         for step in range(engine.global_steps + 1, job.steps + 1):
             started = time.monotonic_ns()
@@ -210,7 +213,8 @@ class Trainer:
                 with self._timed(engine, seconds, "step", step):
                     engine.step()
             mean = float(torch.stack(losses).float().mean()) if accumulation > 1 else float(losses[0])
-            self._report_step(engine, step, started, mean, seconds, size * accumulation * job.seq)
+            figures = {**meter.look().as_logged(), **{f"{phase}_s": each for phase, each in seconds.items()}}
+            self._report_step(engine, step, started, mean, figures, size * accumulation * job.seq)
             is_last = step == job.steps or self._stop.is_asked
             if job.save_dir is not None and (is_last or (job.save_every and step % job.save_every == 0)):
                 self._save(engine, job.save_dir, step)
@@ -239,7 +243,7 @@ class Trainer:
         seconds[name] += time.monotonic() - started
 
     def _report_step(
-        self, engine: Engine, step: int, started: int, loss: float, seconds: dict[str, float], tokens: int
+        self, engine: Engine, step: int, started: int, loss: float, figures: dict[str, Any], tokens: int
     ) -> None:
         stats = engine.shards.store.stats()
         self._channel.send(
@@ -248,7 +252,7 @@ class Trainer:
             start_ns=started,
             end_ns=time.monotonic_ns(),
             loss=loss,
-            **{f"{phase}_s": each for phase, each in seconds.items()},
+            **figures,
             tokens=tokens,
             **{key: getattr(stats, key) for key in _STATS},
             waits=_waits_since(engine, started),
