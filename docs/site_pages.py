@@ -10,11 +10,12 @@
 from __future__ import annotations
 
 import ast
-import enum
 import functools
 import importlib
 import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -253,16 +254,34 @@ def places_of(name: str) -> Sequence[str]:
 
 
 def without_docstring() -> list[str]:
-    """The functions and classes among the public names that have none."""
-    return [
-        name
-        for name in written_names()
-        for found in [resolve(name)]
-        if (
-            inspect.isclass(found)
-            or inspect.isfunction(found)
-            or isinstance(found, property | classmethod | staticmethod)
-        )
-        and not isinstance(found, enum.Enum)
-        and not inspect.getdoc(found)
-    ]
+    """The public names that nothing describes: functions and classes without a docstring, and fields and members without one of
+    their own whose class does not name them."""
+    found = []
+    for name in written_names():
+        owner, value = resolve(name.rpartition(".")[0]), resolve(name)
+        if not is_our_own(value) or name.endswith(".model_config"):  # pydantic's
+            continue
+        if is_described_by_itself(value):
+            is_described = bool(inspect.getdoc(value))
+        else:
+            is_described = inspect.isclass(owner) and name.rpartition(".")[2] in words_of(owner)
+        found += [] if is_described else [name]
+    return found
+
+
+def is_described_by_itself(value: Any) -> bool:
+    kinds = (property, classmethod, staticmethod)
+    return inspect.isclass(value) or inspect.isfunction(value) or isinstance(value, kinds)
+
+
+@functools.cache
+def words_of(cls: type) -> frozenset[str]:
+    """The words of a class's docstring, and the fields that have a docstring of their own."""
+    words = set(re.findall(r"\w+", inspect.getdoc(cls) or ""))
+    for each in (base for base in cls.__mro__ if base.__module__.startswith("tiermem")):
+        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0].body  # type: ignore[attr-defined]
+        for statement, after in itertools.pairwise(body):
+            targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                words |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(words)
