@@ -161,7 +161,7 @@ def harms(num_cases: int) -> list[Harm]:
         Harm(
             "processes killed, and opened again",
             "deaths.py",
-            ("--share", str(num_cases / 4000), "--count", str(num_cases // 50)),
+            ("--share", str(num_cases / 4000), "--count", str(1 + num_cases // 50)),
         ),
         Harm("the power fails after a write", "write_log.py", sample),
         Harm("a system call or an allocation fails", "nth.py", sample),
@@ -252,16 +252,15 @@ def _harms(harmed: Mapping[Harm, Any]) -> Iterator[str]:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of a checkout, and whether files differ from it; "not a checkout" elsewhere."""
-    said = subprocess.run(
-        ["git", "log", "-1", "--format=%h of %cs"], cwd=folder, capture_output=True, text=True, check=False
+    """The commit of a checkout, and whether its program or tests differ from it; "not a checkout" elsewhere."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", ":/native", ":/swap", ":/tiermem", ":/tools", ":/tests"
     )
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "-uno"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    if said.returncode:
-        return "not a checkout"
-    return said.stdout.strip() + (", with changes" if changed.stdout.strip() else "")
+    return (git("log", "-1", "--format=%h of %cs") or "not a checkout") + (", with changes" if changed else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -272,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=100, help="about so many of each harm; 0: none")
     parser.add_argument("--tests", type=Path, default=Path("tests"), help="the tests of a checkout")
     given = parser.parse_args(arguments)
-    facts, started = machine_facts(), time.monotonic()
+    facts, commit, started = machine_facts(), commit_of(given.tests), time.monotonic()
     try:
         bits = {int(num_ranks): compare_bits(int(num_ranks)) for num_ranks in given.ranks.split(",")}
     except (ValueError, OSError) as error:
@@ -281,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harmed = {harm: do_harm(harm, given.tests) for harm in (harms(given.cases) if given.cases else ())}
     words = " ".join(["python -m tiermem.tools.bench.parity", *(sys.argv[1:] if arguments is None else arguments)])
     command = f"`{words}`, which took {time.monotonic() - started:.0f} s"
-    given.out.write_text(report(facts, commit_of(given.tests), command, bits, harmed), "utf-8")
+    given.out.write_text(report(facts, commit, command, bits, harmed), "utf-8")
     num_wrong = sum(len(differing(each)) for each in bits.values()) + sum(
         each.get("failed", 0) for each in harmed.values()
     )
