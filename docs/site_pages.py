@@ -37,11 +37,9 @@ INTEGRATIONS = (
 
 def on_config(config: Any) -> None:
     """Puts the made pages into the menu, below the pages that lead to them."""
-    made = made_pages()
-    config["nav"] = _with_pages(
-        config["nav"],
-        {name: sorted(each for each in made if each.startswith(f"{name[:-3]}/")) for name in ("api.md", "examples.md")},
-    )
+    below: dict[str, Any] = {"api.md": [f"api/{package}.md" for package in (*packages(), "tiermem.integrations")]}
+    below["examples.md"] = sorted(each for each in made_pages() if each.startswith("examples/"))
+    config["nav"] = _with_pages(config["nav"], below)
 
 
 def _with_pages(entries: Any, below: Mapping[str, list[str]]) -> Any:
@@ -49,7 +47,8 @@ def _with_pages(entries: Any, below: Mapping[str, list[str]]) -> Any:
         return {title: _with_pages(inside, below) for title, inside in entries.items()}
     if isinstance(entries, list):
         return [_with_pages(each, below) for each in entries]
-    return {entries.removesuffix(".md").capitalize(): [entries, *below[entries]]} if below.get(entries) else entries
+    titles = {"api.md": "Packages", "examples.md": "Examples"}
+    return {titles[entries]: [entries, *below[entries]]} if entries in below else entries
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -197,7 +196,8 @@ def index_of_names() -> str:
 def page_of_package(package: str) -> Iterator[str]:
     """A package: what it is, then its names. mkdocstrings replaces the lines that begin with `:::`."""
     said = (inspect.getdoc(resolve(package)) or "").partition("\n")[0]
-    yield f"# {package}\n\n{said.partition(': ')[2] or said}\n"
+    said = said.partition(": ")[2] or said
+    yield f"# {package}\n\n{said[:1].upper()}{said[1:]}\n"
     for name in names_of(package):
         if name.same_as:
             yield f"## {name.written} {{ #{name.written} }}\n\nThe same as [{name.same_as}][{name.home}].\n"
@@ -210,7 +210,8 @@ def page_of_package(package: str) -> Iterator[str]:
 
 def asked(home: str, heading: str | None = None, has_members: bool = True) -> str:
     """The lines that mkdocstrings replaces by a docstring."""
-    return f"::: {home}\n    options:\n      heading: {heading or home}\n      members: {str(has_members).lower()}\n"
+    without = "" if has_members else "      members: false\n"
+    return f"::: {home}\n    options:\n      heading: {heading or home}\n{without}"
 
 
 # ---- checks of the built site ----------------------------------------------------------------------------------------

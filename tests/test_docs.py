@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ from torch import nn
 from typer.core import TyperGroup
 
 import tiermem
+from tiermem.config import load_config
 from tiermem.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +91,47 @@ def test_commands_have_the_options_that_pages_show(page: str, words: str) -> Non
 
 def test_pages_show_commands() -> None:
     assert len(SHOWN) > 40
+
+
+# ---- configs and policies --------------------------------------------------------------------------------------------
+
+FRAGMENTS = [
+    (page.name, fragment)
+    for page in PAGES
+    if page.name != "keys.md"
+    for fragment in re.findall(
+        r"(?:^ {4}|`)(\{?\"(?:tiermem|activation_checkpointing|durability|keep|verify)\": [^`\n]*?)(?:`|$|  )",
+        page.read_text("utf-8"),
+        re.MULTILINE,
+    )
+    if "..." not in fragment
+]
+
+
+@pytest.mark.parametrize(("page", "fragment"), FRAGMENTS)
+def test_parts_of_configs_are_accepted(page: str, fragment: str, tmp_path: Path) -> None:
+    found = json.loads(fragment if fragment.startswith("{") else f"{{{fragment}}}")
+    config = found if set(found) & {"tiermem", "activation_checkpointing"} else {"tiermem": found}
+    home = {"device": "nvme"} if '"paths"' in fragment else {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_optimizer": home}
+    shown = load_config({"train_batch_size": 1, "gradient_clipping": 0, "zero_optimization": zero, **config})
+    assert shown.policy() is not None
+
+
+def test_pages_show_parts_of_configs() -> None:
+    assert len(FRAGMENTS) > 9
+
+
+def test_policies_in_texts_have_the_fields_that_they_name() -> None:
+    fields = {field.name for field in dataclasses.fields(tiermem.OffloadPolicy)}
+    shown = {
+        name
+        for page in PAGES
+        for arguments in re.findall(r"OffloadPolicy\(([^()`]*)", page.read_text("utf-8"))
+        for name in re.findall(r"\b(\w+)=", arguments)
+    }
+    assert len(shown) > 7
+    assert shown <= fields
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -189,6 +232,13 @@ def test_checkpoints_of_the_page_are_saved_and_opened(tmp_path: Path, monkeypatc
     [block] = blocks_of(ROOT / "docs" / "checkpoints.md")
     exec(block.replace("/mnt/nvme0", str(tmp_path)), names | {"scheduler": None, "loader": None})
     engine.close()
+
+
+def test_the_line_that_changes_is_one_of_the_program() -> None:
+    changed = re.search(r"```diff\n-(.*)\n\+(.*)\n```", (ROOT / "README.md").read_text("utf-8"))
+    assert changed is not None
+    assert changed[2] in blocks_of(ROOT / "README.md")[0]
+    assert changed[1] == "from transformers import Trainer"
 
 
 def test_every_page_with_programs_is_run() -> None:
