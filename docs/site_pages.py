@@ -36,10 +36,13 @@ INTEGRATIONS = (
 
 
 def on_config(config: Any) -> None:
-    """Puts the made pages into the menu, below the pages that lead to them."""
+    """Puts the made pages into the menu, below the pages that lead to them, and pages that it lacks under "Use"."""
     below: dict[str, Any] = {"api.md": [f"api/{package}.md" for package in (*packages(), "tiermem.integrations")]}
     below["examples.md"] = sorted(each for each in made_pages() if each.startswith("examples/"))
     config["nav"] = _with_pages(config["nav"], below)
+    named = set(re.findall(r"[\w/.]+\.md", repr(config["nav"])))
+    [use] = (entry["Use"] for entry in config["nav"] if "Use" in entry)
+    use += [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in named]
 
 
 def _with_pages(entries: Any, below: Mapping[str, list[str]]) -> Any:

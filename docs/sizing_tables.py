@@ -175,8 +175,7 @@ HEAD = """<!-- Written by `python docs/sizing_tables.py`. Do not edit it. -->
 simulated clock. Nothing of it is measured. **No GPU has run tiermem yet**, so read the speeds as what the arithmetic of the
 plan gives when nothing else is slow.
 
-    tiermem plan --preset 7b --checkpointing --batch 8 \\
-        --gpu-memory 22GiB --host-memory 58GiB --nvme-size 2TB
+    tiermem plan --preset 7b --gpu-memory 22GiB --host-memory 58GiB
 
 ## The largest model
 

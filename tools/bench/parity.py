@@ -257,6 +257,8 @@ def commit_of(folder: Path) -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
 
+    if not folder.is_dir():
+        return "not a checkout"
     changed = git(
         "status", "--porcelain", "--untracked-files=no", "--", ":/native", ":/swap", ":/tiermem", ":/tools", ":/tests"
     )
