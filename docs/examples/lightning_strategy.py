@@ -8,11 +8,11 @@ One argument of the Trainer changes. The LightningModule, its optimizer and its 
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from tiermem.integrations.lightning import TiermemStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
 from tiermem import OffloadPolicy, Tier
+from tiermem.integrations.lightning import TiermemStrategy
 
 
 class NextByte(LightningModule):
