@@ -107,6 +107,8 @@ class Figures(NamedTuple):
     shares: Mapping[str, float]
     """Parts of the time, 1 together: "disk" and "other ranks", which computing waited for; "CPU kernels", which stepped tiles;
     "computing", the rest. Computing on an accelerator includes its link."""
+    waits_s: Mapping[str, float]
+    """Seconds of waiting by the kind of thing waited for, the longest first: an event's name up to its first slash."""
 
     @property
     def limited_by(self) -> str:
@@ -144,14 +146,16 @@ class Meter:
         self._seen_ns, self._totals = time.monotonic_ns(), self._stats()
         events = list(self._recorder.events)
         begin_ns = max(before_ns, events[0].start_ns) if len(events) == self._recorder.events.maxlen else before_ns
-        taken = {"disk": 0, "other ranks": 0, "CPU kernels": 0}
+        taken, waits = {"disk": 0, "other ranks": 0, "CPU kernels": 0}, collections.Counter[str]()
         for event in reversed(events):
             if event.end_ns < begin_ns:
                 break
-            if event.lane in ("wait", "compute"):
-                is_wait, is_gather = event.lane == "wait", event.name.startswith("gather ")
-                name = "other ranks" if is_gather else "disk" if is_wait else "CPU kernels"
-                taken[name] += event.end_ns - max(event.start_ns, begin_ns)
+            spent_ns = event.end_ns - max(event.start_ns, begin_ns)
+            if event.lane == "wait":
+                taken["other ranks" if event.name.startswith("gather ") else "disk"] += spent_ns
+                waits[event.name.partition("/")[0]] += spent_ns
+            elif event.lane == "compute":
+                taken["CPU kernels"] += spent_ns
         whole = max(1, self._seen_ns - begin_ns, sum(taken.values()))  # helper threads wait at the same time
         shares = {name: each / whole for name, each in taken.items()}
         seconds = max(1, self._seen_ns - before_ns) * 1e-9
@@ -160,6 +164,7 @@ class Meter:
             (self._totals.nvme_read_bytes - before.nvme_read_bytes) / seconds,
             (self._totals.nvme_written_bytes - before.nvme_written_bytes) / seconds,
             {**shares, "computing": 1.0 - sum(shares.values())},
+            {name: spent_ns * 1e-9 for name, spent_ns in waits.most_common()},
         )
 
 

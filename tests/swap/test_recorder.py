@@ -48,6 +48,8 @@ def test_a_meter_divides_the_time_and_names_the_largest_part(monkeypatch: pytest
     found = meter.look()
     shares = {"disk": 0.6, "CPU kernels": 0.1, "other ranks": 0.05, "computing": 0.25}
     assert found.shares == pytest.approx(shares)
+    assert found.waits_s == pytest.approx({"tile states": 1.2, "gather layers.0": 0.1})
+    assert list(found.waits_s) == ["tile states", "gather layers.0"]
     assert found.as_logged() == {"read_gb_s": 1.5, "written_gb_s": 0.5, "waited_s": 1.3, "limited_by": "disk"}
     assert meter.look().shares == pytest.approx({"disk": 0, "CPU kernels": 0, "other ranks": 0, "computing": 1})
 
