@@ -38,9 +38,8 @@ def draw_losses(runs: list[dict[str, Any]]) -> Any:
     ax.set(xlabel="step", ylabel="loss (nats per token)")
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
-    figure.suptitle(
-        f"{runs[0]['name'].split()[-1].split('-')[0]} parameters: the same training in different places", fontsize=12
-    )
+    size = runs[0]["name"].split()[-1].partition("-")[0]
+    figure.suptitle(f"a Llama of {size} parameters: the same training in three places", fontsize=12)
     return figure
 
 
