@@ -8,6 +8,8 @@
 #                     among its tests. Needs Debian's g++-aarch64-linux-gnu and qemu-user
 #   make gpu          what to run first on a GPU: its link, its tests, a small training; build/gpu.json and one table.
 #                     On a bare machine, with packages and the native module in PYTHONPATH: make gpu GPU_PYTHON=python3
+#   make docs        the site, in build/site: without internet once its packages are installed, without warnings
+#   make report       docs/parity.md: what was tried on this machine and commit, and what was seen. Takes minutes
 #   make yardsticks   build/yardsticks/{bare_loop,bare_stream,bench_native}, which benchmarks and people measure against
 #   make clean        removes what was built, and .venv
 
@@ -20,7 +22,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/*.py native/CMakeLists.txt)
 NATIVE_CODE := $(wildcard native/*.cpp native/*.h tests/native/*.cpp tests/native/*.h)
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
 
-.PHONY: demo test test-all soak gpu lint native-test native-test-arm yardsticks wheel clean
+.PHONY: demo test test-all soak gpu docs report lint native-test native-test-arm yardsticks wheel clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -43,6 +45,13 @@ soak: .venv/.installed .venv/.fuzz
 gpu: $(if $(GPU_PYTHON),,.venv/.installed)
 	@mkdir -p build
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m tiermem.tools.bench.gpu --json build/gpu.json $(GPU_OPTIONS)
+
+docs: .venv/.installed .venv/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "build/site/index.html"
+
+report: .venv/.installed
+	@$(BIN)/python -m tiermem.tools.bench.parity --out docs/parity.md
 
 lint: .venv/.installed .venv/.tools
 	$(BIN)/ruff format --check .
@@ -120,6 +129,11 @@ clean:
 .venv/.trl: pyproject.toml constraints.txt .venv/.installed
 	@echo "installing TRL and PEFT"
 	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py trl)
+	@touch $@
+
+.venv/.docs: pyproject.toml constraints.txt .venv/.installed
+	@echo "installing what builds the site"
+	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py docs)
 	@touch $@
 
 .venv/.tools: pyproject.toml constraints.txt | .venv/bin/python

@@ -98,6 +98,76 @@ class StoreStats:
     paths: tuple[PathStats, ...] = ()
 
 
+class Figures(NamedTuple):
+    """What a store did in a stretch of time, as one thread saw it that computes with its tensors."""
+
+    seconds: float
+    read_bytes_s: float  # from NVMe
+    written_bytes_s: float
+    shares: Mapping[str, float]
+    """Parts of the time, 1 together: "disk" and "other ranks", which computing waited for; "CPU kernels", which stepped tiles;
+    "computing", the rest. Computing on an accelerator includes its link."""
+    waits_s: Mapping[str, float]
+    """Seconds of waiting by the kind of thing waited for, the longest first: an event's name up to its first slash."""
+
+    @property
+    def limited_by(self) -> str:
+        """The resource with the largest part."""
+        return max(self.shares, key=lambda name: self.shares[name])
+
+    def as_logged(self) -> dict[str, float | str]:
+        """For a log: rates in GB/s (1e9 bytes), seconds of waiting, and what limited."""
+        waited = self.shares["disk"] + self.shares["other ranks"]
+        return {
+            "read_gb_s": round(self.read_bytes_s / 1e9, 3),
+            "written_gb_s": round(self.written_bytes_s / 1e9, 3),
+            "waited_s": round(waited * self.seconds, 3),
+            "limited_by": self.limited_by,
+        }
+
+
+class Meter:
+    """Figures of a store from one look to the next; the first look begins when the meter is made.
+
+    Args:
+        recorder: of the store.
+        stats: the store's totals.
+    """
+
+    def __init__(self, recorder: Recorder, stats: Callable[[], StoreStats]) -> None:
+        self._recorder = recorder
+        self._stats = stats
+        self._seen_ns = time.monotonic_ns()
+        self._totals = stats()
+
+    def look(self) -> Figures:
+        """The figures since the look before. Where events were dropped meanwhile, the shares are those of the newest."""
+        before_ns, before = self._seen_ns, self._totals
+        self._seen_ns, self._totals = time.monotonic_ns(), self._stats()
+        events = list(self._recorder.events)
+        begin_ns = max(before_ns, events[0].start_ns) if len(events) == self._recorder.events.maxlen else before_ns
+        taken, waits = {"disk": 0, "other ranks": 0, "CPU kernels": 0}, collections.Counter[str]()
+        for event in reversed(events):
+            if event.end_ns < begin_ns:
+                break
+            spent_ns = event.end_ns - max(event.start_ns, begin_ns)
+            if event.lane == "wait":
+                taken["other ranks" if event.name.startswith("gather ") else "disk"] += spent_ns
+                waits[event.name.partition("/")[0]] += spent_ns
+            elif event.lane == "compute":
+                taken["CPU kernels"] += spent_ns
+        whole = max(1, self._seen_ns - begin_ns, sum(taken.values()))  # helper threads wait at the same time
+        shares = {name: each / whole for name, each in taken.items()}
+        seconds = max(1, self._seen_ns - before_ns) * 1e-9
+        return Figures(
+            seconds,
+            (self._totals.nvme_read_bytes - before.nvme_read_bytes) / seconds,
+            (self._totals.nvme_written_bytes - before.nvme_written_bytes) / seconds,
+            {**shares, "computing": 1.0 - sum(shares.values())},
+            {name: spent_ns * 1e-9 for name, spent_ns in waits.most_common()},
+        )
+
+
 Transfers = Sequence[Op] | Sequence[Blocks]
 
 

@@ -98,6 +98,10 @@ def _parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
 class Precision:
     """The formats of master, moments and gradients, and how a step rounds to them.
 
+    master: of the value that is stepped; "split" is the 16 bits that a bf16 weight lacks. moments: "q8" is blocks of 8 bits.
+    grads: what gradients are kept in between backward and step; None: the parameter's dtype.
+    rounding: to formats below fp32, "stochastic" or "nearest".
+
     Raises ValueError for a value that is not allowed; whether it goes with a parameter's dtype is asked by `check_dtype`.
     """
 

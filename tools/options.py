@@ -121,6 +121,7 @@ class TrainOptions(Options):
     keep: int | None = option(None, "checkpoints that stay where states rest [default: 1]", check=POSITIVE)
     json_file: Path | None = option(None, "write the figures here", "--json")
     runs: Path = option(Path("runs"), "folder that keeps a folder per run")
+    tensorboard: Path | None = option(None, "also write every step's figures into this folder, for TensorBoard")
     has_peers: bool = option(False, "also train with plain PyTorch, and DeepSpeed", "--peers")
     peer_python: Path | None = option(None, "an interpreter that has DeepSpeed")
     is_verbose: bool = option(False, "show every phase and step, and all tables", "--verbose")

@@ -1,10 +1,12 @@
-"""Reports of a run: progress while it runs, then tables of memory, time and predictions."""
+"""Reports of a run: progress while it runs, on a console and for TensorBoard; then tables of memory, time and predictions."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tiermem.tools.launcher import Message, Sample
+from tiermem.tools.launcher import Message, Observer, Sample
 from tiermem.tools.run_record import IoCounts, RunRecord, describe_device, median_after_warm_up, planned_bytes
 from tiermem.tools.words import format_bytes
 
@@ -113,6 +115,8 @@ class Progress(RunRecord):
             parts.append(f"disk {self._describe_disk(seconds)}")
         if waits := self._describe_waits(step):
             parts.append(f"waited {waits}")
+        if "limited_by" in step:
+            parts.append(f"limited by {step['limited_by']}")
         return " · ".join(parts)
 
     def _describe_memory(self) -> str:
@@ -153,7 +157,8 @@ class Progress(RunRecord):
             rows.add_row("speed", f"{step['tokens'] / seconds:.1f} tokens/s, {seconds:.2f} s a step")
             if any(self._moved_last()):
                 rows.add_row("disk", self._describe_disk(seconds))
-            rows.add_row("waited", self._describe_waits(step) or "no time worth naming")
+            limited = f", limited by {step['limited_by']}" if "limited_by" in step else ""
+            rows.add_row("waited", (self._describe_waits(step) or "no time worth naming") + limited)
         rows.add_row("memory", self._describe_memory())
         if step and "device_memory" in step:
             rows.add_row("device", describe_device(step["device_memory"]))
@@ -170,6 +175,45 @@ class Progress(RunRecord):
 
 def _seconds_of(step: Message) -> float:
     return max(1e-9, float(step["forward_s"] + step["backward_s"] + step["step_s"]))
+
+
+# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+
+SCALARS = ("loss", "grad_norm", "lr", "forward_s", "backward_s", "step_s", "read_gb_s", "written_gb_s", "waited_s")
+"""Figures of a step's message that are written as they are."""
+
+
+class TensorBoardLog(Observer):
+    """Writes the figures of every step into a folder for TensorBoard. Imports torch, which the launcher does without otherwise.
+
+    `train/` has loss, norm and rate, `tiermem/` the seconds of each phase, tokens a second, GB/s, waiting, resident memory, and
+    what limited the step, as text. Raises ImportError where tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+        self._resident_bytes = 0
+
+    def on_message(self, message: Message) -> None:
+        if message["kind"] != "step":
+            return
+        step = message["step"]
+        for name in SCALARS:
+            if name in message:
+                place = "train" if name in ("loss", "grad_norm", "lr") else "tiermem"
+                self._writer.add_scalar(f"{place}/{name}", message[name], step)
+        self._writer.add_scalar("tiermem/tokens_per_s", message["tokens"] / _seconds_of(message), step)
+        self._writer.add_scalar("tiermem/resident_gib", self._resident_bytes / (1 << 30), step)
+        if "limited_by" in message:
+            self._writer.add_text("tiermem/limited_by", message["limited_by"], step)
+        self._writer.flush()
+
+    def on_sample(self, sample: Sample) -> None:
+        self._resident_bytes = sample.resident_bytes
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._writer.close()
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

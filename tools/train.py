@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import importlib.util
 import secrets
 import subprocess
 import sys
@@ -27,7 +28,15 @@ from tiermem.tools.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import ModelSizes
-from tiermem.tools.reports import Progress, peers_table, predicted_table, result_lines, result_table, table
+from tiermem.tools.reports import (
+    Progress,
+    TensorBoardLog,
+    peers_table,
+    predicted_table,
+    result_lines,
+    result_table,
+    table,
+)
 from tiermem.tools.run_record import read_spans, stamp, write_trace
 from tiermem.tools.train_job import LIST_OF_STEPS, Resumed, find_resumed, make_job, with_saved
 from tiermem.tools.words import Mistake, save_json
@@ -48,6 +57,9 @@ def train(options: TrainOptions, console: Console) -> int:
     """
     if options.resume == Path(LIST_OF_STEPS):
         return list_steps(options.runs, console)
+    if options.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+        said = '--tensorboard needs the package tensorboard, which is not installed: pip install "tiermem[tensorboard]"'
+        raise Mistake(said, {"--tensorboard": ""})
     resumed = find_resumed(options.resume) if options.resume is not None else None
     if resumed is not None:
         options = with_saved(options, resumed)
@@ -156,8 +168,13 @@ def _run_one(
         with (
             Progress(console, title, job.steps, limit.limit_bytes, limit.kind, is_verbose) as record,
             contextlib.closing(_Log(folder / "output.log", console if options.is_debug else None)) as log,
+            contextlib.ExitStack() as closing,
         ):
-            record.outcome = launch(command, limit, (record, log), CHILD_ENVIRONMENT, patience_s)
+            observers: list[Observer] = [record, log]
+            if options.tensorboard is not None:
+                board = TensorBoardLog(options.tensorboard / folder.relative_to(options.runs))
+                observers.append(closing.enter_context(contextlib.closing(board)))
+            record.outcome = launch(command, limit, observers, CHILD_ENVIRONMENT, patience_s)
     for path in job.nvme_paths:  # a trainer that was killed left a folder there; one that closed left nothing
         for name in remove_dead_runs(Path(path), record.outcome.pid):
             console.print(f"removed {name}, which the killed trainer left in {path}")

@@ -8,10 +8,10 @@ then it writes its events to the file that the job names, one on each line.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import platform
 import re
@@ -27,6 +27,7 @@ import tiermem
 import tiermem.zero.init
 from tiermem.engine import Engine
 from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
+from tiermem.swap.queue import Meter
 from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.bench.small_training import PHASES
@@ -194,9 +195,10 @@ class Trainer:
     def _train(self, engine: Engine) -> None:
         job = self._job
         dataset = Corpus([Path(path) for path in job.data], job.seq, job.seed)
+        store = engine.shards.store
         size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         for step in range(engine.global_steps + 1, job.steps + 1):
-            started = time.monotonic_ns()
+            started, meter = time.monotonic_ns(), Meter(store.recorder, store.stats)
             seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
             losses = []
             for micro in range(accumulation):
@@ -210,7 +212,10 @@ class Trainer:
                 with self._timed(engine, seconds, "step", step):
                     engine.step()
             mean = float(torch.stack(losses).float().mean()) if accumulation > 1 else float(losses[0])
-            self._report_step(engine, step, started, mean, seconds, size * accumulation * job.seq)
+            seen = meter.look()
+            waits = dict(itertools.islice(seen.waits_s.items(), 5))
+            figures = {**seen.as_logged(), "waits": waits, **{f"{phase}_s": each for phase, each in seconds.items()}}
+            self._report_step(engine, step, started, mean, figures, size * accumulation * job.seq)
             is_last = step == job.steps or self._stop.is_asked
             if job.save_dir is not None and (is_last or (job.save_every and step % job.save_every == 0)):
                 self._save(engine, job.save_dir, step)
@@ -239,7 +244,7 @@ class Trainer:
         seconds[name] += time.monotonic() - started
 
     def _report_step(
-        self, engine: Engine, step: int, started: int, loss: float, seconds: dict[str, float], tokens: int
+        self, engine: Engine, step: int, started: int, loss: float, figures: dict[str, Any], tokens: int
     ) -> None:
         stats = engine.shards.store.stats()
         self._channel.send(
@@ -248,10 +253,9 @@ class Trainer:
             start_ns=started,
             end_ns=time.monotonic_ns(),
             loss=loss,
-            **{f"{phase}_s": each for phase, each in seconds.items()},
+            **figures,
             tokens=tokens,
             **{key: getattr(stats, key) for key in _STATS},
-            waits=_waits_since(engine, started),
             grad_norm=float(engine.get_global_grad_norm()),
             lr=engine.get_lr()[0],
             skipped_steps=engine.skipped_steps,
@@ -300,17 +304,6 @@ def load_model_classes(job: Job) -> int:
 
 def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
     return [(row.what, row.tier.name, row.num_bytes, row.why) for row in engine.shards.plan.rows]
-
-
-def _waits_since(engine: Engine, start_ns: int) -> dict[str, float]:
-    """Seconds stalled since a moment, by the kind of thing waited for: the name up to its first slash."""
-    waits: collections.Counter[str] = collections.Counter()
-    for event in reversed(list(engine.shards.store.recorder.events)):
-        if event.end_ns < start_ns:
-            break
-        if event.lane == "wait":
-            waits[event.name.partition("/")[0]] += event.end_ns - event.start_ns
-    return {name: ns * 1e-9 for name, ns in waits.most_common(5)}
 
 
 # ---- counts of bytes, and the accelerator's memory ---------------------------------------------------------------------

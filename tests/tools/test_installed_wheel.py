@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
-import subprocess
-import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from installed import python, run, wheel
 
 pytest.importorskip("_tiermem_native")
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent.parent
+__all__ = ["python", "wheel"]
+
 TRAIN = """
 import torch, tiermem
 torch.manual_seed(1)
@@ -39,42 +36,6 @@ print(tiermem.__file__)
 print(losses[-1] < losses[0])
 """
 CPU_SECONDS = "import time; before = time.process_time(); import tiermem; print(time.process_time() - before)"
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel as pip builds it from the sources."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, timeout=900)
-    (made,) = folder.glob("tiermem-*.whl")
-    return made
-
-
-@pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel; what the wheel needs is this environment's, seen through a path."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=True)
-    found = folder / "bin" / "python"
-    command = [str(found), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(command, check=True, timeout=300)
-    (site,) = folder.glob("lib/python*/site-packages")
-    (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return found
-
-
-def run(python: Path, folder: Path, *arguments: str) -> str:
-    """What a program says on a machine without a compiler: PATH holds the environment's programs alone."""
-    environment = {"PATH": str(python.parent), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    assert not any(
-        shutil.which(name, path=environment["PATH"]) for name in ("cc", "c++", "gcc", "g++", "clang", "cmake")
-    )
-    done = subprocess.run(
-        [str(python), *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_wheel_holds_types_and_says_what_it_needs(wheel: Path) -> None:

@@ -220,7 +220,7 @@ STATES_PER_TILE = 4
 
 
 class OffloadDevice(str, enum.Enum):
-    """Where offloaded state rests."""
+    """Where offloaded state rests: none (the device), cpu (host memory) or nvme."""
 
     none = "none"
     cpu = "cpu"
@@ -228,7 +228,11 @@ class OffloadDevice(str, enum.Enum):
 
 
 class OffloadState(str, enum.Enum):
-    """What `Engine.offload_states` can be asked to move off the device."""
+    """What `Engine.offload_states` can be asked to move off the device.
+
+    optim_states: moments; hp_params: fp32 masters; lp_params: weights; lp_grads: gradients;
+    contiguous_grad_buffer: their buffer.
+    """
 
     optim_states = "optim_states"
     hp_params = "hp_params"

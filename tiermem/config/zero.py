@@ -149,7 +149,7 @@ Names = Annotated[list[str], BeforeValidator(_names)]
 
 
 class ZeroStage(enum.IntEnum):
-    """What is sharded over the ranks; each stage shards what the one before does, too."""
+    """What is sharded over the ranks: nothing (disabled), optimizer_states, gradients too, weights too."""
 
     disabled = 0
     optimizer_states = 1

@@ -158,7 +158,7 @@ class Tried(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The chosen policy and plan, and the rule's plan for comparison."""
+    """The chosen policy and plan, and the rule's plan for comparison; num_tried: the number of plans that were played."""
 
     policy: OffloadPolicy
     chosen: Tried

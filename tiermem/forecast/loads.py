@@ -26,10 +26,15 @@ class Use(NamedTuple):
     """One module in a forward and a backward: the units that it needs and the seconds of its maths."""
 
     name: str
-    units: tuple[int, ...]  # indices of the units that it needs, streamed or resident
+    """The module's."""
+    units: tuple[int, ...]
+    """Indices of the units that it needs, streamed or resident."""
     forward_s: float
+    """Seconds of maths in forward."""
     backward_s: float
-    reads_again: bool = True  # whether its backward needs the units, too
+    """Seconds of maths in backward."""
+    reads_again: bool = True
+    """Whether its backward needs the units, too."""
 
 
 def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:

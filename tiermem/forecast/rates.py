@@ -40,22 +40,20 @@ class Compute(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates in bytes per second, and two overheads in seconds. Raises ValueError for a rate that is not positive.
-
-    disk        all paths of a node together; its ranks share them. A duplex disk reads and writes at once; any other disk
-                does one at a time, like the single queue of a virtual disk
-    link        between HOST and one rank's GPU, each direction; unused when the CPU computes
-    network     bytes that one rank sends or receives; near: to and from ranks of its own node
-    kernel      memory traffic of one rank's optimizer steps
-    gradient    memory traffic of one rank's passes over gradients
-    """
+    """Rates in bytes per second, and two overheads in seconds. Raises ValueError for a rate that is not positive."""
 
     disk_read_bytes_s: float
+    """Of all paths of a node together; its ranks share them."""
     disk_write_bytes_s: float
+    """Of all paths of a node together."""
     link_bytes_s: float = 25e9
+    """Between HOST and one rank's GPU, each direction; unused when the CPU computes."""
     network_bytes_s: float = 10e9
+    """That one rank sends or receives."""
     kernel_bytes_s: float = 50e9
+    """Memory traffic of one rank's optimizer steps."""
     is_disk_duplex: bool = False
+    """A duplex disk reads and writes at once; any other does one at a time, like the single queue of a virtual disk."""
     near_bytes_s: float | None = None
     """Between ranks of one node. None: as fast as the network."""
     gradient_bytes_s: float | None = None
@@ -170,7 +168,8 @@ PAPER_MODELS = (
 class Task(NamedTuple):
     """One piece of work on a lane.
 
-    `after` holds indices of earlier tasks in the same list. `phase`, `edge` and `among` are labels for totals. The task moves
+    `name` is for pictures; `seconds` is how long the task takes. `after` holds indices of earlier tasks in the same list. A
+    free lane takes the task with the lowest `priority`. `phase`, `edge` and `among` are labels for totals. The task moves
     `num_bytes` over its edge and gives `payload_bytes` to a collective among some ranks.
     """
 
@@ -188,7 +187,7 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The begin and the end of each task, in seconds from the start."""
+    """`tasks`, and for each its begin (`begin_s`) and its end (`end_s`), in seconds from the start."""
 
     tasks: Sequence[Task]
     begin_s: Sequence[float]

@@ -11,6 +11,7 @@
     creates its optimizer, wraps         shards the model, builds tiermem's optimizer of the same kind with the same groups, and
                                          prepares both so that Accelerate neither wraps (DDP) nor moves them
     saves a checkpoint                   streams model.safetensors and saves a durable step instead of optimizer.pt
+    logs                                 adds the store's figures: GB/s, seconds of waiting, what limited
     loads a checkpoint, the best model   opens the durable step, or streams safetensors; optimizer.pt of a plain Trainer too
 
 Nothing is patched: every row is a method that the mixin overrides. Losses, clipping, schedules, logs, callbacks, evaluation
@@ -58,6 +59,7 @@ from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.schedule import build_scheduler
+from tiermem.swap.queue import Meter
 from tiermem.zero.shards import Shards
 
 logger = logging.getLogger("tiermem")
@@ -90,6 +92,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         self._asked = tiermem
         self._config: TiermemConfig | None = None
         self._shards: Shards | None = None
+        self._meter: Meter | None = None  # of the sharded model's store
         self._is_owner = False  # whether this trainer has sharded the model, and closes it
         super().__init__(*args, **kwargs)
 
@@ -104,7 +107,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         With materialize the model keeps its weights as ordinary tensors (collective; takes the whole model's memory). Without
         it the weights are gone. Blocks. A second call does nothing.
         """
-        shards, self._shards = self._shards, None
+        shards, self._shards, self._meter = self._shards, None, None
         if shards is not None and self._is_owner:
             set_called_together(shards.model, False)
             shards.close(materialize)
@@ -195,6 +198,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             if self.lr_scheduler is not None:
                 self.lr_scheduler.optimizer = self.optimizer  # it was built for the optimizer that ours replaces
         self._shards = owner_of(self.model)
+        if self._shards is not None and self._meter is None:
+            self._meter = Meter(self._shards.store.recorder, self._shards.store.stats)
         found: torch.optim.Optimizer = self.optimizer
         return found
 
@@ -231,6 +236,12 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         world, room = self.args.world_size, find_room(self.model, self.args.device)
         computed = compute_policy(self.model, num_moments, self.args.device, world, self.args.output_dir, room)
         return with_moments(computed, num_moments, keep)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs, and adds to what is logged of training what the store did since the log before (`Figures`)."""
+        if self._meter is not None and "loss" in logs:
+            logs |= {f"tiermem_{name}": figure for name, figure in self._meter.look().as_logged().items()}  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     # ---- saving ----------------------------------------------------------------------------------------------------------
 

@@ -31,17 +31,23 @@ _NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
 class ZeroParamType(enum.Enum):
     """How ZeRO keeps a parameter."""
 
-    NORMAL = 1  # whole on every rank
-    PARTITIONED = 2  # each rank keeps a part
-    REMOTE = 3  # kept by one other rank alone; this rank holds no part
+    NORMAL = 1
+    """Whole on every rank."""
+    PARTITIONED = 2
+    """Each rank keeps a part."""
+    REMOTE = 3
+    """Kept by one other rank alone; this rank holds no part."""
 
 
 class ZeroParamStatus(enum.Enum):
     """Whether a partitioned parameter's values are in memory."""
 
-    AVAILABLE = 1  # the whole parameter is in memory
-    NOT_AVAILABLE = 2  # only the parts exist, where they rest
-    INFLIGHT = 3  # the gather is under way
+    AVAILABLE = 1
+    """The whole parameter is in memory."""
+    NOT_AVAILABLE = 2
+    """Only the parts exist, where they rest."""
+    INFLIGHT = 3
+    """The gather is under way."""
 
 
 def describe(param: nn.Parameter, number: int, shape: torch.Size, part: torch.Tensor, status: ZeroParamStatus) -> None:

@@ -38,7 +38,7 @@ _CREATORS = {torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, tor
 
 
 class DeepSpeedTensorOverride(enum.Enum):
-    """Properties of new tensors that Init may set: see `tensor_overrides`."""
+    """Properties of new tensors that Init may set, dtype and device: see `tensor_overrides`."""
 
     dtype = 1
     device = 2

@@ -33,11 +33,14 @@ from tiermem.weights import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, Weigh
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One weight or buffer of an opened step. The source must stay open while values are read."""
+    """One weight or buffer of an opened step. The source must stay open while values are read.
+
+    parameter: its record in the step. dtype: of the values that `pieces`, `read` and `whole` return.
+    """
 
     source: Source
     parameter: Parameter
-    dtype: torch.dtype  # of the values that `pieces`, `read` and `whole` return
+    dtype: torch.dtype
 
     @property
     def names(self) -> tuple[str, ...]:

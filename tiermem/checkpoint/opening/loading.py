@@ -229,13 +229,20 @@ CustomLoad = Callable[..., Any]
 class Loaded:
     """The result of `load`: the opened step, and the values saved beside its states."""
 
-    path: Path  # the tag's folder, else the manifest
+    path: Path
+    """The tag's folder, else the manifest."""
     tag: str | None
-    step: int  # optimizer steps
-    world: int  # ranks that saved it
+    """None: a durable step without a tag."""
+    step: int
+    """Optimizer steps."""
+    world: int
+    """Ranks that saved it."""
     client_state: Any
+    """As it was given to `save`."""
     engine: Mapping[str, Any]
-    has_states: bool  # moments, step counts and masters were restored
+    """The engine's counters."""
+    has_states: bool
+    """Whether moments, step counts and masters were restored."""
 
 
 class Asked(NamedTuple):
