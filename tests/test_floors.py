@@ -31,7 +31,7 @@ tiermem.config: keys base io optimizer precision zero translate root load
 tiermem.zero: registry failures topology joining collectives compute quantised leaf unit state_layout gather packed reduce plan
     pools estimate agreement absent unit_memory unit_state values prefetcher gradient_link gradient_store gradients
     backward_marks activations hooks init_params settle shards access tiled chunked_loss init partition_parameters
-tiermem.optim: rules tile tile_step tiles ordinary sharded base classes
+tiermem.optim: rules tile tile_step tiles local ordinary resting sharded base classes
 tiermem.checkpoint: format together saving opening interchange survey zero_to_fp32
 tiermem.checkpoint.format: kinds fields manifest finding
 tiermem.checkpoint.saving: pieces capture publish commit copies saver
