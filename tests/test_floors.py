@@ -23,7 +23,7 @@ FLOORS = {"swap": 1, "tiermem": 2, "tools": 3}
 KINDS = {"cuda", "xpu", "mps", "mtia", "hpu", "npu", "privateuse1", "sim"}
 """Of accelerators, as torch names them."""
 _ORDER = """
-tiermem: swap precision policy schedule config zero optim weights checkpoint forecast state_access engine integrations
+tiermem: swap precision policy schedule config zero optim weights averages checkpoint forecast state_access engine integrations
     as_deepspeed utils tools
 tiermem.swap: tier ranges errors durable parts native accelerator nodes torch_step arena direct paths run_folder files queue
     passes checksum move device_copy entry resources store pipeline stream
