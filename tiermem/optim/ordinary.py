@@ -61,8 +61,8 @@ def check_gradient(param: nn.Parameter, name: str, is_moved: bool = False) -> to
     local, grad = local_of(param), local_of(param.grad)
     if not is_moved and (local.device.type != "cpu" or grad.device.type != "cpu"):
         raise ValueError(
-            f"the ordinary parameter {name!r} is on {local.device}, and its states rest beside it; such are stepped on the "
-            "CPU. Give policy=OffloadPolicy(optim=Tier.HOST), shard the model, or give it to torch's own optimizer"
+            f"the ordinary parameter {name!r} is on {local.device}; such are stepped on the CPU if their states lie beside "
+            "them. Give policy=OffloadPolicy(optim=Tier.HOST), shard the model, or give it to torch's own optimizer"
         )
     if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
         raise ValueError(
