@@ -39,7 +39,7 @@ tiermem.checkpoint.opening: verified source restore loading
 tiermem.checkpoint.interchange: foreign from_torch from_dcp from_deepspeed write export
 tiermem.forecast: rates loads steps forecast
 tiermem.engine: choice facts sharding checkpoints engine start
-tiermem.integrations: choice arguments pretrained models huggingface accelerate as_deepspeed
+tiermem.integrations: choice arguments pretrained models huggingface accelerate lightning as_deepspeed
 """
 ORDER = {
     line.partition(":")[0]: line.partition(":")[2].split()
