@@ -231,9 +231,10 @@ class EMA:
         numels = {name: _num_mine(param) for name, param in self._params.items()}
         return {f"{kind}/{name}": (numel, dtypes[name]) for name, numel in numels.items() if numel}
 
-    def _pieces(self, kind: str) -> list[_Piece]:
+    def _pieces(self, kind: str, only: str | None = None) -> list[_Piece]:
+        """Every piece of a kind, or of one parameter."""
         found = []
-        for name, param in self._params.items():
+        for name, param in self._params.items() if only is None else [(only, self._params[only])]:
             numel, dtype = _num_mine(param), self._dtypes[name] if kind == "average" else param.dtype
             step = _PIECE_NUMEL if _is_flat(param) else max(1, numel)
             found += [
@@ -256,7 +257,7 @@ class EMA:
         """A parameter's average: whole, of a DTensor placed as it. Collective."""
         param, owner = self._params[name], registry.owner_of(self._params[name])
         local = torch.empty(_num_mine(param), dtype=self._dtypes[name])
-        own = [piece for piece in self._pieces("average") if piece.name == name]
+        own = self._pieces("average", name)
         self._run(own, lambda piece, average: local[piece.elements].copy_(average), changes=False)
         if isinstance(owner, Shards):
             return owner.values.assemble(owner.find(param)[1], local).view(param.shape)

@@ -218,6 +218,15 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
     of_shards = dataclasses.replace(host, params=Tier.NVME, durability="step", paths=[tmp_path])
     with pytest.raises(ValueError, match=r"sets params, durability, which only a sharded model follows"):
         tiermem.AdamW([param], policy=of_shards)
+    on_device = OffloadPolicy(params=Tier.HOST)
+    with pytest.raises(ValueError, match=r"sets params, which only a sharded model follows"):
+        tiermem.AdamW([param], policy=on_device)
+    model = seeded(Tower)
+    with (
+        tiermem.shard(model, device="cpu"),
+        pytest.raises(ValueError, match="every parameter belongs to a sharded model"),
+    ):
+        tiermem.AdamW(model.parameters(), policy=host)
     with pytest.raises(ValueError, match="leave precision out"):
         tiermem.AdamW([param], precision="compact", policy=host)
     with pytest.raises(ValueError, match="complex64"):

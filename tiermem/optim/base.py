@@ -13,7 +13,7 @@ from torch import nn
 
 from tiermem.optim import ordinary
 from tiermem.optim.local import sum_over_ranks
-from tiermem.optim.resting import RestingStates
+from tiermem.optim.resting import RestingStates, check_policy
 from tiermem.optim.rules import IMPLEMENTATION, AnyStep, Group, LossScaler, Rule, check_implementation
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor
 from tiermem.optim.tiles import StateTiles
@@ -89,12 +89,19 @@ class NativeOptimizer(torch.optim.Optimizer):
         self, params: Params, precision: Precision | str | None, policy: OffloadPolicy | None = None, **defaults: Any
     ) -> None:
         precision = Precision.preset(precision) if isinstance(precision, str) else precision
+        if policy is not None:
+            check_policy(policy)
         if policy is not None and precision not in (None, policy.precision):
             raise ValueError(f"precision is {precision} and the policy says {policy.precision}: leave precision out")
         self._begin(precision if policy is None else policy.precision, policy)
         super().__init__(params, defaults)
         self._is_built = True
         self._attach_all()
+        if policy is not None and not any(True for _ in self.named_ordinary()):
+            raise ValueError(
+                "a policy was given, and every parameter belongs to a sharded model, whose own policy says where its states "
+                "rest: leave it out"
+            )
 
     def _begin(self, precision: Precision | None, policy: OffloadPolicy | None = None) -> None:
         self.was_skipped = False  # whether the last step found gradients that are not finite

@@ -90,12 +90,11 @@ class RestingStates:
         workers: threads of the kernels; the caller closes them.
         taken_bytes: what other states of the same policy take of this rank's part of `host_bytes`.
 
-    Raises ValueError for a policy of sharded models, BudgetError when `host_bytes` does not suffice, OSError (ENOSPC). All room
+    Raises BudgetError when `host_bytes` does not suffice, OSError (ENOSPC). All room
     is taken here.
     """
 
     def __init__(self, policy: OffloadPolicy, params: Ruled, workers: Workers, taken_bytes: int = 0) -> None:
-        check_policy(policy)
         self._policy = policy
         self._workers = workers
         self._rules = {param: rule for param, (_, rule) in params.items()}
@@ -108,6 +107,7 @@ class RestingStates:
         self.host_bytes = plan.host_bytes
         """Bytes of HOST memory that the states and the buffers take."""
         self._tiles = plan.tiles
+        self._room = {part.shard: tile.layout.num_moments for tile in plan.tiles for part in tile.ranges}
         link_bytes = plan.num_buffers * plan.buffer_bytes if devices and policy.pin_memory else 0
         self._store = TensorStore(
             paths_of_rank(policy.paths),
@@ -263,8 +263,7 @@ class RestingStates:
 
     def _check(self, shard: Shard) -> None:
         """Raises ValueError when a parameter's rule keeps more moments than when the plan was made."""
-        room = (tile.layout.num_moments for tile in self._tiles if any(part.shard is shard for part in tile.ranges))
-        names, most = self._names(shard), next(room, 3)
+        names, most = self._names(shard), self._room.get(shard, 3)
         if len(names) > most:
             raise ValueError(
                 f"the parameter {shard.name!r} has room for {most} moments and now keeps {', '.join(names)}: build the "
