@@ -16,7 +16,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from launch import as_rank
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -111,6 +117,31 @@ def opened(kind: str, make: Make, saved: Path) -> dict[str, Any]:
     return {"weights": whole(model), "states": states_of(optim)}
 
 
+def loaded_whole(kind: str, policy: OffloadPolicy | None) -> bool:
+    """Whether states that were gathered whole, by torch and by hand, come back as they were."""
+    model = parallel(kind)
+    optim = tiermem.AdamW(model.parameters(), lr=1e-2, policy=policy)
+    for step in range(2):
+        loss_of(model, step).backward()
+        optim.step()
+        optim.zero_grad()
+    before, groups = states_of(optim), optim.state_dict()["param_groups"]
+    whole = {n: {k: full(v).clone() for k, v in entry.items()} for n, entry in optim.state_dict()["state"].items()}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    gathered = get_optimizer_state_dict(model, optim, options=options)
+    is_same = []
+    for load in (
+        lambda: optim.load_state_dict({"state": whole, "param_groups": groups}),
+        lambda: set_optimizer_state_dict(model, optim, gathered, options=options),
+    ):
+        optim.load_state_dict({"state": {}, "param_groups": groups})
+        assert not optim.state
+        load()
+        after = states_of(optim)
+        is_same.append(before.keys() == after.keys() and all(torch.equal(v, after[k]) for k, v in before.items()))
+    return all(is_same)
+
+
 def clipped_in_step(kind: str) -> float:
     """The norm of a step that clips by itself, over all ranks."""
     model = parallel(kind)
@@ -156,5 +187,7 @@ if __name__ == "__main__":
         if word == "train":
             found |= {f"{kind}, torch": trained(kind, torch.optim.AdamW) for kind in KINDS}
             found |= {f"{kind}, norm": clipped_in_step(kind) for kind in KINDS} | {"muon": refusal_of_muon()}
+            found |= {f"{kind}, whole": loaded_whole(kind, policy_of("host", Path(nvme))) for kind in KINDS}
+            found["fsdp2, beside, whole"] = loaded_whole("fsdp2", None)
         found |= {f"{kind}, dithered": dithered(kind) for kind in KINDS}
         torch.save(found, out)

@@ -60,6 +60,11 @@ def test_a_step_that_clips_sees_the_norm_of_all_ranks(kind: str, launched: tuple
         assert rank[f"{kind}, norm"] == pytest.approx(1.0, rel=1e-6)
 
 
+def test_states_that_were_gathered_whole_come_back(launched: tuple[Found, Found]) -> None:
+    for rank in launched[0]:
+        assert all(rank[word] for word in ("ddp, whole", "fsdp2, whole", "fsdp2, beside, whole"))
+
+
 def test_stochastic_rounding_depends_on_the_place_in_the_whole_parameter(launched: tuple[Found, Found]) -> None:
     """Equal gradients give equal bits on any number of ranks."""
     on_two, [alone] = launched
