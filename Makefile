@@ -125,10 +125,10 @@ clean:
 	-$(PIP) install -c constraints.txt --only-binary=:all: $$($(BIN)/python .ci/extra.py fuzz)
 	@touch $@
 
-# TRL and PEFT, whose tests are skipped elsewhere: some 300 MB.
+# TRL, PEFT and Lightning, whose tests are skipped elsewhere: some 300 MB.
 .venv/.trl: pyproject.toml constraints.txt .venv/.installed
-	@echo "installing TRL and PEFT"
-	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py trl)
+	@echo "installing TRL, PEFT and Lightning"
+	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py trl) "$$($(BIN)/python .ci/extra.py lightning)"
 	@touch $@
 
 .venv/.docs: pyproject.toml constraints.txt .venv/.installed

@@ -23,7 +23,7 @@ FLOORS = {"swap": 1, "tiermem": 2, "tools": 3}
 KINDS = {"cuda", "xpu", "mps", "mtia", "hpu", "npu", "privateuse1", "sim"}
 """Of accelerators, as torch names them."""
 _ORDER = """
-tiermem: swap precision policy schedule config zero optim weights checkpoint forecast state_access engine integrations
+tiermem: swap precision policy schedule config zero optim weights averages checkpoint forecast state_access engine integrations
     as_deepspeed utils tools
 tiermem.swap: tier ranges errors durable parts native accelerator nodes torch_step arena direct paths run_folder files queue
     passes checksum move device_copy entry resources store pipeline stream
@@ -32,7 +32,7 @@ tiermem.zero: registry failures topology joining collectives compute quantised l
     packed reduce plan budget pools estimate agreement absent unit_memory unit_state values prefetcher gradient_link
     gradient_store gradients backward_marks activations hooks init_params settle shards access tiled chunked_loss init
     partition_parameters
-tiermem.optim: rules tile tile_step tiles ordinary sharded base classes
+tiermem.optim: rules tile tile_step tiles local ordinary resting sharded base classes
 tiermem.checkpoint: format together saving opening interchange survey zero_to_fp32
 tiermem.checkpoint.format: kinds fields manifest finding
 tiermem.checkpoint.saving: pieces capture publish commit copies saver
@@ -40,7 +40,7 @@ tiermem.checkpoint.opening: verified source restore loading
 tiermem.checkpoint.interchange: foreign from_torch from_dcp from_deepspeed write export
 tiermem.forecast: rates loads steps forecast
 tiermem.engine: choice facts sharding checkpoints engine start
-tiermem.integrations: choice arguments pretrained models peft huggingface accelerate as_deepspeed
+tiermem.integrations: choice arguments pretrained models peft huggingface accelerate lightning as_deepspeed
 """
 ORDER = {
     line.partition(":")[0]: line.partition(":")[2].split()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tiermem import config as config
     from tiermem import utils as utils
     from tiermem import zero as zero
+    from tiermem.averages import EMA as EMA
     from tiermem.config.load import with_tuned as with_tuned
     from tiermem.engine import Engine as Engine
     from tiermem.engine import initialize as initialize
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from tiermem.swap.errors import CorruptionError as CorruptionError
     from tiermem.swap.store import TensorStore as TensorStore
     from tiermem.swap.tier import Tier as Tier
+    from tiermem.weights import export_weights as export_weights
     from tiermem.weights import load_safetensors as load_safetensors
     from tiermem.zero.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from tiermem.zero.joining import init_distributed as init_distributed
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "EMA": "tiermem.averages",
     "SGD": "tiermem.optim.classes",
     "Adagrad": "tiermem.optim.classes",
     "Adam": "tiermem.optim.classes",
@@ -65,6 +68,7 @@ _HOMES = {
     "Tier": "tiermem.swap.tier",
     "as_deepspeed": "tiermem.integrations.as_deepspeed",
     "chunked_cross_entropy": "tiermem.zero.chunked_loss",
+    "export_weights": "tiermem.weights",
     "from_pretrained": "tiermem.integrations.models",
     "init_distributed": "tiermem.zero.joining",
     "initialize": "tiermem.engine",

@@ -1,4 +1,5 @@
-"""Weights: loads safetensors files into a model (plain, sharded, or built under `zero.Init`), and writes weight files."""
+"""Weights: loads safetensors files into a model (plain, sharded, or built under `zero.Init`), writes weight files, and gives
+a model's current weights to other programs."""
 
 from __future__ import annotations
 
@@ -8,18 +9,20 @@ import math
 import mmap
 import os
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tiermem.optim.local import as_dtensor
 from tiermem.swap import durable
 from tiermem.swap.direct import check_room, take_room
 from tiermem.swap.stream import FileReader
 from tiermem.zero import registry
 from tiermem.zero.absent import become
+from tiermem.zero.shards import Shards
 
 # ---- writing weight files --------------------------------------------------------------------------------------------
 #
@@ -176,6 +179,79 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
             for stored in read_header(file):
                 if (target := targets.get(stored.name)) is not None:
                     put_value(target, stored.read(reader))
+
+
+# ---- current weights, for another program ----------------------------------------------------------------------------
+
+
+def export_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields every parameter's name and current whole value, then every saved buffer's: what an engine for rollouts loads.
+
+        for name, weight in tiermem.export_weights(model, torch.bfloat16):
+            rollouts.load(name, weight)
+
+    Units come in the order of the model, and the next ones are fetched meanwhile: at any time one unit's copies are in memory
+    beside the plan's buffers. A value is a copy where the maths runs, and belongs to the caller. A tied parameter comes once,
+    under its first name.
+
+    Args:
+        model: sharded, an engine's, plain, or with DTensors.
+        dtype: of floating-point parameters; None: that in which they rest. Buffers keep theirs.
+
+    Collective: every rank takes every item. Blocks. Raises RuntimeError inside a forward or a backward, OSError when a read
+    fails.
+    """
+    owners = [registry.owner_of(param) for param in model.parameters()]
+    shards = next((owner for owner in owners if isinstance(owner, Shards)), None)
+    root = model
+    if shards is not None:
+        shards.check_whole()
+        if shards.may_lend:
+            raise RuntimeError("weights are exported inside a forward or a backward: wait until it has ended")
+        root = next((module for module in model.modules() if module is shards.model), model)
+    names = {param: name for name, param in root.named_parameters()}
+    for param, value in _current_weights(shards, names):
+        is_cast = dtype is not None and value.is_floating_point()
+        yield names[param], value.to(dtype) if is_cast else value
+    saved = _saved_buffers(root)
+    for name, buffer in root.named_buffers():
+        if name in saved:
+            yield name, buffer.detach().clone()
+
+
+def _current_weights(
+    shards: Shards | None, names: Mapping[nn.Parameter, str]
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    for param in names:
+        if not isinstance(registry.owner_of(param), Shards):
+            placed = as_dtensor(param)
+            yield param, param.detach().clone() if placed is None else placed.full_tensor().detach()
+    if shards is None:
+        return
+    shards.prefetcher.end_pass()
+    for live in shards.units:
+        asked = [(index, shard) for index, shard in enumerate(live.unit.shards) if shard.param in names]
+        if not asked:
+            continue
+        shards.prefetcher.acquire(live)
+        try:
+            is_exact = live.unit.full_dtype.itemsize >= live.unit.dtype.itemsize
+            views = live.memory.views
+            copies = [views[i].detach().to(live.unit.dtype, copy=True) if is_exact else None for i, _ in asked]
+        finally:
+            shards.prefetcher.release(live)
+        for (_, shard), copy in zip(asked, copies, strict=True):
+            yield shard.param, shards.weight(shard.param) if copy is None else copy
+    shards.prefetcher.end_pass()
+
+
+def _saved_buffers(root: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in root.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def put_value(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -461,6 +461,31 @@ class _Raises(torch.autograd.Function):
         raise ZeroDivisionError
 
 
+def seen_from_outside(place: Place) -> Found:
+    """Between backward and step gradients are clipped by value, read and written; then averages are taken, and exports."""
+    model, losses, seen = seeded(Tower), [], {}
+    with place.shard(model) as shards:
+        optim, ema = tiermem.AdamW(model.parameters(), lr=1e-2), tiermem.EMA(model, 0.9)
+        for step in range(3):
+            loss = place.loss_of(model, step)
+            loss.backward()
+            nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+            seen |= {f"largest of {name}, {step}": p.grad.abs().max().cpu() for name, p in model.named_parameters()}
+            grad = model.head.weight.grad
+            grad.add_(torch.ones_like(grad), alpha=1e-3)
+            optim.step()
+            optim.zero_grad(set_to_none=step == 0)
+            ema.update()
+            losses.append(loss.detach())
+        with ema.applied(), torch.no_grad():
+            losses.append(place.loss_of(model, 3))
+        losses.append(place.loss_of(model, 3))
+        seen |= values_of(dict(tiermem.export_weights(model)))
+        result = found(shards, model, optim, losses) | {"seen": seen, "averages": ema.state_dict()["averages"]}
+        ema.close()
+        return result
+
+
 PROGRAMS: dict[str, Program] = {
     program.__name__: program
     for program in (
@@ -471,5 +496,6 @@ PROGRAMS: dict[str, Program] = {
         saved_and_resumed, state_dicts_moved, called_by_parts, pageable_copies, widened,
         activations_on_host, activations_on_nvme, activations_of_reentrant_blocks,
         frozen_in_nf4,
+        seen_from_outside,
     )
 }  # fmt: skip

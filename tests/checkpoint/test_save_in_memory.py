@@ -145,3 +145,21 @@ def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None
     with tiermem.shard(made, policy("cpu", tmp_path)) as shards, pytest.raises(OSError, match="out"):
         checkpoint.save(shards, None, tmp_path / "out", "t")
     assert (tmp_path / "out").read_text() == "a file"
+
+
+@pytest.mark.parametrize("where", ["none", "cpu", "nvme"])
+def test_an_optimizer_without_states_is_saved_and_opened(tmp_path: Path, where: str) -> None:
+    """Plain SGD of fp32 parameters: its tiles have no bytes, and no entry in the store."""
+    weights = []
+    for is_opened in (False, True):
+        made = model()
+        with tiermem.shard(made, policy(where, tmp_path)) as shards:
+            optimizer = tiermem.SGD(made.parameters(), lr=0.01)
+            if is_opened:
+                checkpoint.load(shards, optimizer, tmp_path / "out")
+            else:
+                train(made, optimizer, 2)
+                checkpoint.save(shards, optimizer, tmp_path / "out", copy=True)
+                checkpoint.wait(shards)
+            weights.append({name: value.clone() for name, value in made.state_dict().items()})
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

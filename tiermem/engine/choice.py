@@ -162,7 +162,7 @@ def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
 
 def _group_for(kind: type[NativeOptimizer], group: dict[str, Any]) -> dict[str, Any]:
     """Keeps those values of a group that tiermem's optimizer takes; drops those about speed (foreach, fused)."""
-    known = set(inspect.signature(kind.__init__).parameters) - {"foreach", "fused", "precision", "params"}
+    known = set(inspect.signature(kind.__init__).parameters) - {"foreach", "fused", "precision", "policy", "params"}
     kept = {key: value for key, value in group.items() if key in known or key in ("params", "initial_lr")}
     if kind is Muon and not kept.get("use_muon", True):
         kept["eps"] = kept["adam_eps"]  # AdamW steps this group, and its eps is called adam_eps

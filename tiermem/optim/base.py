@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 from tiermem.optim import ordinary
-from tiermem.optim.rules import IMPLEMENTATION, Group, LossScaler, Rule, check_implementation
+from tiermem.optim.local import sum_over_ranks
+from tiermem.optim.resting import RestingStates, check_policy
+from tiermem.optim.rules import IMPLEMENTATION, AnyStep, Group, LossScaler, Rule, check_implementation
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor
 from tiermem.optim.tiles import StateTiles
+from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.zero import registry
@@ -28,6 +31,8 @@ from tiermem.zero.topology import fair_cores, fair_threads
 # torch's optimizers can load these dicts, and the reverse. Every state is fp32 and has the parameter's shape. `master` exists
 # if a parameter of lower precision has a master beside it; torch ignores it. Without `master` in a dict, the
 # master is made from the parameter; for a sharded model also if its policy's `loads_masters` is False.
+#
+# The state of a DTensor is a DTensor of the same placements, so that torch.distributed.checkpoint saves and opens it.
 #
 # The states of a sharded model are gathered whole, one parameter at a time. Every rank makes the dict and holds all of it in
 # host memory (12 bytes per parameter of a bf16 model under AdamW), beside the largest state of one parameter.
@@ -53,7 +58,7 @@ Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[
 
 def arguments_in(names: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a subclass's constructor, from its `locals()`. Each of them is the default of a group's value of the
-    same name, except `params` and `precision`."""
+    same name, except `params`, `precision` and `policy`."""
     return {name: value for name, value in names.items() if name not in ("self", "__class__")}
 
 
@@ -66,29 +71,45 @@ class NativeOptimizer(torch.optim.Optimizer):
     """Base class of the optimizers. A subclass gives the rule of each parameter (rules.py) and checks its groups' values.
 
         sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (sharded.py)
-        ordinary   states are tensors in `optimizer.state`, under torch's keys (ordinary.py)
+        ordinary   states are tensors in `optimizer.state`, under torch's keys (ordinary.py); with a policy whose `optim` is
+                   HOST or NVME they rest there, and `optimizer.state` has `step` alone (resting.py)
 
-    Both run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
+    All run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
     `param_groups` are torch's, so torch's schedulers work.
 
     Args:
         params: parameters, named parameters, or groups.
         precision: of ordinary parameters' states: a Precision or a preset's name; default: fp32 states. Sharded parameters
             follow their model's policy.
+        policy: where ordinary parameters' states rest, and with how much memory; `precision` is then the policy's.
         defaults: default values of the groups, and torch's implementation options that the subclass has (IMPLEMENTATION).
     """
 
-    def __init__(self, params: Params, precision: Precision | str | None, **defaults: Any) -> None:
-        self._begin(Precision.preset(precision) if isinstance(precision, str) else precision)
+    def __init__(
+        self, params: Params, precision: Precision | str | None, policy: OffloadPolicy | None = None, **defaults: Any
+    ) -> None:
+        precision = Precision.preset(precision) if isinstance(precision, str) else precision
+        if policy is not None:
+            check_policy(policy)
+        if policy is not None and precision not in (None, policy.precision):
+            raise ValueError(f"precision is {precision} and the policy says {policy.precision}: leave precision out")
+        self._begin(precision if policy is None else policy.precision, policy)
         super().__init__(params, defaults)
         self._is_built = True
         self._attach_all()
+        if policy is not None and not any(True for _ in self.named_ordinary()):
+            raise ValueError(
+                "a policy was given, and every parameter belongs to a sharded model, whose own policy says where its states "
+                "rest: leave it out"
+            )
 
-    def _begin(self, precision: Precision | None) -> None:
+    def _begin(self, precision: Precision | None, policy: OffloadPolicy | None = None) -> None:
         self.was_skipped = False  # whether the last step found gradients that are not finite
         self.grad_norm = 0.0  # of the last step, before clipping: of a sharded model, else of ordinary parameters
         self.loss_scaler: LossScaler | None = None
         self._precision = precision  # of ordinary parameters; None: default
+        self._policy = policy  # of ordinary parameters' states; None: they are tensors in `state`
+        self._resting: list[RestingStates] = []
         self._is_built = False  # whether __init__ has added all its groups
         self._groups: dict[int, dict[str, Any]] = {}  # by id(parameter)
         self._sharded: dict[Shards, ShardedModel] = {}
@@ -116,7 +137,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._check_ordinary(self.param_groups[-1])
             if self._is_built:
                 self._attach_all()
-        except ValueError:
+        except BaseException:
             self.param_groups.pop()
             raise
 
@@ -215,16 +236,25 @@ class NativeOptimizer(torch.optim.Optimizer):
             sealing.remove()
             opening.remove()
 
+    def close(self) -> None:
+        """Frees the memory and the files of states that rest where a policy says; `step` then raises RuntimeError. Blocks.
+
+        Without it they are freed when the optimizer is. Raises the first error of a write that no step has raised.
+        """
+        for states in self._resting:
+            states.close()
+
     def restore_ordinary(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Restores states of ordinary parameters from entries of a state dict; an empty entry means no steps. Blocks."""
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         names = {param: name for name, param in self.named()}
-        for param, entry in entries.items():
-            self._restore_one(names[param], param, entry)
+        self._restore_all({param: (names[param], entry) for param, entry in entries.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         if self._sharded:
             raise RuntimeError("this optimizer steps a sharded model, whose states rest in its store: use state_dict()")
+        if self._resting:
+            raise RuntimeError("the states of this optimizer rest where its policy says: use state_dict()")
         return {**super().__getstate__(), "precision": self._precision}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -237,6 +267,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _fill(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Adds the entry of every parameter that has states to a dict, under the parameter's number."""
         found: dict[int, ordinary.State] = {}
+        resting = {param: state for states in self._resting for param, state in states.export().items()}
         numbers = [group["params"] for group in state_dict["param_groups"]]
         for group, own in zip(self.param_groups, numbers, strict=True):
             for number, param in zip(own, group["params"], strict=True):
@@ -245,7 +276,9 @@ class NativeOptimizer(torch.optim.Optimizer):
                     shard = shards.find(param)[1]
                     if shard.num_steps or shard.has_moments or shard.has_master:
                         found[number] = self._sharded[shards].export(shard, rule)
-                elif self.state.get(param):
+                elif param in resting:
+                    found[number] = resting[param]
+                elif self.state.get(param) and self._home_of(param) is None:
                     found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
         state_dict["state"] = found
 
@@ -258,20 +291,31 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._attach_all()
         sealed = dict(self.state)
         self.state.clear()
+        ordinary_ones: dict[nn.Parameter, tuple[str, Mapping[str, Any] | None]] = {}
         for name, param in self.named():
             given, shards = sealed[param].entry if param in sealed else None, registry.owner_of(param)
             if not isinstance(shards, Shards):
-                self._restore_one(name, param, given)
+                ordinary_ones[param] = name, given
             elif (found := shards.find(param))[0].unit.is_trainable:
                 rule = self.rule_of(self._groups[id(param)], param)
                 self._sharded[shards].restore(found[1], given or {}, rule)
+        self._restore_all(ordinary_ones)
 
-    def _restore_one(self, name: str, param: nn.Parameter, given: Mapping[str, Any] | None) -> None:
-        """Restores the state of an ordinary parameter."""
-        self.state.pop(param, None)
-        if given:
-            rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
-            self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
+    def _restore_all(self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any] | None]]) -> None:
+        """Restores states of ordinary parameters, each given by name and entry."""
+        self._rest([(name, param) for param, (name, given) in entries.items() if given])
+        for states in self._resting:
+            own = {param: given or {} for param, (_, given) in entries.items() if param in states.shards}
+            states.use_rules(self._rules(states.shards))
+            states.restore(own)
+            self._show_steps(states, own)
+        for param, (name, given) in entries.items():
+            if self._home_of(param) is not None:
+                continue
+            self.state.pop(param, None)
+            if given:
+                rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
+                self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
 
     def _check_owners(self) -> None:
         """Raises RuntimeError for a parameter that this optimizer holds and would never step."""
@@ -317,6 +361,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                     "states are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
                 )
             self._sharded[owner] = ShardedModel(owner, self._find_rule)
+        self._rest([(name, param) for name, param in self.named_ordinary() if param.requires_grad])
 
     def _find_rule(self, param: nn.Parameter) -> tuple[Group, Rule] | None:
         group = self._groups.get(id(param))
@@ -339,11 +384,37 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     # ---- ordinary ----------------------------------------------------------------------------------------------------------
 
+    def _rest(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Takes room on the policy's tier for states of ordinary parameters that have none yet."""
+        if self._policy is None or self._policy.optim is Tier.DEVICE:
+            return
+        new = {param: name for name, param in named if self._home_of(param) is None}
+        if new:
+            rules, taken = self._rules(new), sum(states.host_bytes for states in self._resting)
+            ruled = {param: (name, rules[param]) for param, name in new.items()}
+            self._resting.append(RestingStates(self._policy, ruled, self._threads(), taken))
+
+    def _home_of(self, param: nn.Parameter) -> RestingStates | None:
+        """Where a parameter's states rest; None: in `state`, or nowhere yet."""
+        return next((states for states in self._resting if param in states.shards), None)
+
+    def _rules(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, Rule]:
+        return {param: self.rule_of(self._groups[id(param)], param) for param in params}
+
+    def _show_steps(self, states: RestingStates, params: Iterable[nn.Parameter]) -> None:
+        """Shows the numbers of steps in `state`, where torch looks."""
+        for param in params:
+            num_steps = states.shards[param].num_steps
+            self.state.pop(param, None)
+            if num_steps:
+                self.state[param] = {ordinary.STEP: torch.tensor(float(num_steps))}
+
     def _check_ordinary(self, group: Group) -> None:
         own = {id(param) for param in group["params"]}
         for name, param in self.named_ordinary():
             if id(param) in own and param.requires_grad:
                 ordinary.check_parameter(param, self._ordinary_precision, name)
+                ordinary.check_rule(param, self.rule_of({**self.defaults, **group}, param), name)
 
     @property
     def _ordinary_precision(self) -> Precision:
@@ -357,36 +428,52 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _step_ordinary(self, scale: float, max_norm: float) -> None:
         due = [(name, param) for name, param in self.named_ordinary() if param.grad is not None]
-        for name, param in due:
-            ordinary.check_gradient(param, name)
+        self._rest(due)
+        grads = {p: ordinary.check_gradient(p, name, self._home_of(p) is not None) for name, p in due}
         factor = 1.0 / scale
         if due and (scale != 1.0 or max_norm):
-            norm = self._ordinary_norm([param for _, param in due]) / scale
+            norm = self._ordinary_norm(grads) / scale
             if not self._sharded:
                 self.grad_norm = norm
             if not math.isfinite(norm):
                 self.was_skipped = True
                 return
             factor *= clip_factor(norm, max_norm)
+        for states in self._resting:
+            own = {param: rule for param, rule in self._rules(grads).items() if param in states.shards}
+            states.use_rules(own)
+            states.step(
+                {
+                    param: self._scalars(param, rule, states.shards[param].num_steps + 1, factor)
+                    for param, rule in own.items()
+                }
+            )
+            self._show_steps(states, own)
         for name, param in due:
-            self._step_parameter(name, param, factor)
+            if self._home_of(param) is None:
+                self._step_parameter(name, param, factor)
 
-    def _ordinary_norm(self, params: list[nn.Parameter]) -> float:
-        """The norm of all gradients together. Sums of squares of fixed blocks are added in a fixed order."""
-        sums = []
-        for param in params:
-            assert param.grad is not None
-            sums += store_gradient(self._threads(), None, param.grad.contiguous().view(-1))
-        total = sum(sums)
+    def _ordinary_norm(self, grads: Mapping[nn.Parameter, torch.Tensor]) -> float:
+        """The norm of all gradients together. Sums of squares of fixed blocks are added in a fixed order.
+
+        Collective where parameters are DTensors.
+        """
+        sums = {
+            param: sum(store_gradient(self._threads(), None, grad.contiguous().view(-1).cpu()))
+            for param, grad in grads.items()
+        }
+        total = sum_over_ranks(sums)
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
+    def _scalars(self, param: nn.Parameter, rule: Rule, num_steps: int, factor: float) -> AnyStep:
+        return rule.scalars(self._groups[id(param)], num_steps, factor, param.shape)
+
     def _step_parameter(self, name: str, param: nn.Parameter, factor: float) -> None:
-        group = self._groups[id(param)]
-        rule, precision = self.rule_of(group, param), self._ordinary_precision
+        rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
         state = self.state[param]
         if not state:
             ordinary.check_parameter(param, precision, name)
             state.update(ordinary.new_state(param, rule, precision))
         state[ordinary.STEP] += 1
-        step = rule.scalars(group, int(state[ordinary.STEP]), factor, param.shape)
+        step = self._scalars(param, rule, int(state[ordinary.STEP]), factor)
         ordinary.step_parameter(self._threads(), param, state, rule, step, precision, name)

@@ -10,6 +10,7 @@ from torch import nn
 from tiermem.optim import rules
 from tiermem.optim.base import NativeOptimizer, Params, arguments_in
 from tiermem.optim.rules import MATRIX_LR_NAMES, Group, Rule, check_betas, check_not_negative, check_range
+from tiermem.policy import OffloadPolicy
 from tiermem.precision import Precision
 
 # ---- Adam and AdamW --------------------------------------------------------------------------------------------------
@@ -19,14 +20,17 @@ class Adam(NativeOptimizer):
     """Adam (Kingma & Ba 2015; amsgrad: Reddi et al. 2018): weight decay is an L2 term of the gradient.
 
     Args:
-        params: parameters, named parameters or groups; sharded, or ordinary on the CPU.
+        params: parameters, named parameters or groups; sharded, or ordinary: on the CPU, or with a policy anywhere.
         lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch.optim.Adam.
         foreach, capturable, differentiable, fused: torch's implementation options; only their defaults, or False, are accepted.
         precision: of ordinary parameters' states: a Precision or a preset's name (tiermem/precision.py). Default: fp32
             moments, and an fp32 master for parameters of lower precision. Sharded parameters follow their model's policy.
+        policy: of ordinary parameters' states: their tier (`optim`), precision, paths and budgets. Default: they are tensors
+            beside the parameters. Parameters stay where they are: tensors and DTensors, on the CPU or an accelerator.
 
-    Raises ValueError for values out of range, an empty list, and states that the plan has no room for. The optimizer owns the
-    states of ordinary parameters. The states of sharded parameters belong to the model's store and are freed with it.
+    Raises ValueError for values out of range, an empty list, and states that the plan has no room for, BudgetError for a budget
+    of the policy that does not suffice. The optimizer owns the states of ordinary parameters. The states of sharded parameters
+    belong to the model's store and are freed with it.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Adam(NativeOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         precision: Precision | str | None = None,
+        policy: OffloadPolicy | None = None,
     ) -> None:
         betas = (betas[0], betas[1])
         super().__init__(**arguments_in(locals()))
@@ -74,6 +79,7 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         precision: Precision | str | None = None,
+        policy: OffloadPolicy | None = None,
     ) -> None:
         super().__init__(**arguments_in(locals()), decoupled_weight_decay=True)
 
@@ -94,7 +100,7 @@ class Adagrad(NativeOptimizer):
     """Adagrad (Duchi et al. 2011). A parameter's first step creates its state `sum`.
 
     Args:
-        params, precision, foreach, differentiable, fused: as for Adam.
+        params, precision, policy, foreach, differentiable, fused: as for Adam.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
 
     Errors and ownership: as Adam.
@@ -114,6 +120,7 @@ class Adagrad(NativeOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         precision: Precision | str | None = None,
+        policy: OffloadPolicy | None = None,
     ) -> None:
         super().__init__(**arguments_in(locals()))
 
@@ -133,7 +140,7 @@ class Lion(NativeOptimizer):
     torch has no Lion. It keeps one moment, `exp_avg`; with an fp32 master its states take a third less memory than Adam's.
 
     Args:
-        params, precision: as for Adam.
+        params, precision, policy: as for Adam.
         lr: a third to a tenth of the lr for AdamW.
         betas: (factor of the interpolation, decay of the moment).
         weight_decay: decoupled; three to ten times the weight_decay for AdamW.
@@ -151,6 +158,7 @@ class Lion(NativeOptimizer):
         *,
         maximize: bool = False,
         precision: Precision | str | None = None,
+        policy: OffloadPolicy | None = None,
     ) -> None:
         betas = (betas[0], betas[1])
         super().__init__(**arguments_in(locals()))
@@ -171,7 +179,7 @@ class SGD(NativeOptimizer):
     states also hold `step`.
 
     Args:
-        params, precision, foreach, differentiable, fused: as for Adam.
+        params, precision, policy, foreach, differentiable, fused: as for Adam.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
 
     Errors and ownership: as Adam.
@@ -191,6 +199,7 @@ class SGD(NativeOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         precision: Precision | str | None = None,
+        policy: OffloadPolicy | None = None,
     ) -> None:
         super().__init__(**arguments_in(locals()))
 
@@ -222,7 +231,7 @@ class Muon(NativeOptimizer):
     matrix. In a sharded model a matrix must therefore fit into one tile and lie whole on one rank.
 
     Args:
-        params, precision: as for Adam. In a group with use_muon=False `eps` is AdamW's.
+        params, precision, policy: as for Adam. In a group with use_muon=False `eps` is AdamW's.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
         use_muon: default for groups without their own use_muon.
         betas, adam_eps: of AdamW, which shares lr and weight_decay with Muon.
@@ -248,6 +257,7 @@ class Muon(NativeOptimizer):
         adam_eps: float = 1e-8,
         ns_dtype: torch.dtype = torch.bfloat16,
         precision: Precision | str | None = None,
+        policy: OffloadPolicy | None = None,
     ) -> None:
         betas = (betas[0], betas[1])
         super().__init__(**arguments_in(locals()) | {"ns_coefficients": tuple(ns_coefficients)})

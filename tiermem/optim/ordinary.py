@@ -1,4 +1,4 @@
-"""Ordinary parameters: plain tensors on the CPU. Their states have a chosen precision, and torch's keys.
+"""Ordinary parameters: tensors and DTensors on the CPU. Their states lie beside them in a chosen precision, under torch's keys.
 
     optimizer.state[param]     step, the rule's moments [, master], in their stored formats:
         a moment               fp32, bf16 or fp16, in the parameter's shape; 8bit: uint8 codes, and `<name>_scales`
@@ -7,7 +7,7 @@
 
 Every stored format converts to fp32 exactly, and back to the same numbers, so a state dict restores every state bit by bit.
 A parameter that is not contiguous is stepped in a contiguous copy, which costs one more pass over memory. Gradients are used
-as autograd leaves them.
+as autograd leaves them. Of a DTensor each rank steps its local shard (local.py), and keeps the states of that shard.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.optim.local import as_dtensor, as_placed, check_kind, first_element, local_of, part_of
 from tiermem.optim.rules import AnyStep, Rule, step_parts
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.native import Workers, narrow_part, widen_part
@@ -30,7 +31,8 @@ State = dict[str, Any]
 
 
 def check_parameter(param: nn.Parameter, precision: Precision, name: str) -> None:
-    """Raises ValueError when a precision does not apply to a parameter's dtype or to its gradient's dtype."""
+    """Raises ValueError for a parameter that is never stepped here, and for one that a precision does not apply to."""
+    check_kind(param, name)
     precision.check_dtype(param.dtype, name)
     if precision.grads == "fp32" and param.dtype != torch.float32:
         raise ValueError(
@@ -39,23 +41,32 @@ def check_parameter(param: nn.Parameter, precision: Precision, name: str) -> Non
         )
 
 
-def check_gradient(param: nn.Parameter, name: str) -> torch.Tensor:
-    """The gradient of a parameter. Raises ValueError when the gradient or the parameter cannot be stepped here."""
-    grad = param.grad
-    assert grad is not None
-    if grad.layout != torch.strided:
+def check_gradient(param: nn.Parameter, name: str, is_moved: bool = False) -> torch.Tensor:
+    """This rank's part of a parameter's gradient. Raises ValueError when the gradient or the parameter cannot be stepped here.
+
+    is_moved: whether the caller copies gradients from an accelerator to the CPU, and weights there and back.
+    """
+    assert param.grad is not None
+    if param.grad.layout != torch.strided:
         raise ValueError(
-            f"the gradient of {name!r} is {grad.layout}; dense ones are stepped. Build its embedding with sparse=False, or "
-            "give the parameter to torch.optim.SparseAdam"
+            f"the gradient of {name!r} is {param.grad.layout}; dense ones are stepped. Build its embedding with "
+            "sparse=False, or give the parameter to torch.optim.SparseAdam"
         )
-    if param.device.type != "cpu" or grad.device.type != "cpu":
+    placed, of_grad = as_dtensor(param), as_dtensor(param.grad)
+    here, there = ("an ordinary tensor" if each is None else str(each.placements) for each in (placed, of_grad))
+    if here != there:
         raise ValueError(
-            f"the ordinary parameter {name!r} is on {param.device}; such are stepped on the CPU. Shard the model, or give it "
-            "to torch's own optimizer"
+            f"the parameter {name!r} is placed as {here} and its gradient as {there}: redistribute the gradient first"
         )
-    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
+    local, grad = local_of(param), local_of(param.grad)
+    if not is_moved and (local.device.type != "cpu" or grad.device.type != "cpu"):
         raise ValueError(
-            f"the ordinary parameter {name!r} has strides {param.stride()} for shape {tuple(param.shape)}: several of its "
+            f"the ordinary parameter {name!r} is on {local.device}; such are stepped on the CPU if their states lie beside "
+            "them. Give policy=OffloadPolicy(optim=Tier.HOST), shard the model, or give it to torch's own optimizer"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+        raise ValueError(
+            f"the ordinary parameter {name!r} has strides {local.stride()} for shape {tuple(local.shape)}: several of its "
             "elements are one number in memory. Make it contiguous: nn.Parameter(p.detach().contiguous())"
         )
     if grad.dtype not in STORED:
@@ -63,18 +74,28 @@ def check_gradient(param: nn.Parameter, name: str) -> torch.Tensor:
     return grad
 
 
+def check_rule(param: nn.Parameter, rule: Rule, name: str) -> None:
+    """Raises ValueError for a rule of whole matrices when this rank holds a part of one."""
+    if rule.is_matrix and local_of(param).shape != param.shape:
+        raise ValueError(
+            f"the parameter {name!r} is a DTensor of which this rank holds {tuple(local_of(param).shape)}, and Muon steps "
+            "whole matrices: put it in a group with use_muon=False"
+        )
+
+
 def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
     """An empty state. The first step fills it without reading it."""
     state: State = {STEP: torch.tensor(0.0)}
+    shape = local_of(param).shape
     is_8bit = precision.moments == "8bit"
     for moment in rule.moments:
-        state[moment] = torch.zeros(param.shape, dtype=torch.uint8 if is_8bit else DTYPES[precision.moments])
+        state[moment] = torch.zeros(shape, dtype=torch.uint8 if is_8bit else DTYPES[precision.moments])
         if is_8bit:
-            state[_scales(moment)] = torch.zeros(num_scales(param.numel()), dtype=torch.uint8)
+            state[_scales(moment)] = torch.zeros(num_scales(shape.numel()), dtype=torch.uint8)
     master = precision.master_of(param.dtype)
     if master is not None:
         dtype = torch.int16 if master == "split" else torch.float32
-        state[MASTER] = torch.zeros(param.shape, dtype=dtype)
+        state[MASTER] = torch.zeros(shape, dtype=dtype)
     return state
 
 
@@ -84,32 +105,33 @@ def step_parameter(
     """Steps a parameter that has a gradient. `step` in the state already counts this step. Blocks. Raises ValueError."""
     grad = check_gradient(param, name)
     num_steps = int(state[STEP])
-    weight = param.detach() if param.is_contiguous() else param.detach().contiguous()
+    local = local_of(param)
+    weight = local.contiguous()
     master = state[MASTER].view(-1) if MASTER in state else None
     moments = tuple(_moment(state, moment) for moment in rule.moments)
     parts = StepParts(weight.view(-1), master, grad.contiguous().view(-1), moments)
-    dither = Dither(precision.key(name), num_steps, 0) if precision.is_stochastic else None
+    dither = Dither(precision.key(name), num_steps, first_element(param)) if precision.is_stochastic else None
     is_first = num_steps == 1
     step_parts(workers, step, parts, dither, start_moments=is_first, start_master=is_first and master is not None)
-    if not param.is_contiguous():
-        param.detach().copy_(weight)
+    if not local.is_contiguous():
+        local.copy_(weight)
 
 
 def export_state(workers: Workers, param: nn.Parameter, state: State, rule: Rule) -> State:
-    """A state in the format of torch's state dicts: fp32, in the parameter's shape. fp32 states are not copied."""
+    """A state in the format of torch's state dicts: fp32, placed as the parameter. fp32 states are not copied."""
     found: State = {STEP: state[STEP]}
     for moment in rule.moments:
         kept = _moment(state, moment)
         found[moment] = state[moment]
         if isinstance(kept, Quantised) or kept.dtype != torch.float32:
-            found[moment] = widen_part(workers, kept, is_positive=is_positive(moment)).view(param.shape)
+            found[moment] = widen_part(workers, kept, is_positive=is_positive(moment)).view(state[moment].shape)
     if MASTER in state:
         master = state[MASTER]
-        weight = param.detach().contiguous().view(-1)
+        weight = local_of(param).contiguous().view(-1)
         found[MASTER] = (
-            master if master.dtype == torch.float32 else widen_part(workers, master.view(-1), weight).view(param.shape)
+            master if master.dtype == torch.float32 else widen_part(workers, master.view(-1), weight).view(master.shape)
         )
-    return found
+    return {key: value if key == STEP else as_placed(value, param) for key, value in found.items()}
 
 
 def restore_state(
@@ -122,15 +144,16 @@ def restore_state(
     state = new_state(param, rule, precision)
     state[STEP] = torch.tensor(float(num_steps_of(given, rule)))
     for moment in rule.moments if int(state[STEP]) else ():
-        values = value_of(given, moment, param.shape, name).reshape(-1)
+        values = value_of(given, moment, param, name).reshape(-1)
         narrow_part(workers, values, _moment(state, moment), is_positive=is_positive(moment))
     if MASTER in state:
         master = state[MASTER].view(-1)
-        values = value_of(given, MASTER, param.shape, name) if MASTER in given else param.detach().float()
-        weight = param.detach().contiguous()
+        local = local_of(param)
+        values = value_of(given, MASTER, param, name) if MASTER in given else local.float()
+        weight = local.contiguous()
         narrow_part(workers, values.reshape(-1), master, weight.view(-1))
-        if master.dtype != torch.float32 and not param.is_contiguous():
-            param.detach().copy_(weight)
+        if master.dtype != torch.float32 and not local.is_contiguous():
+            local.copy_(weight)
     return state
 
 
@@ -141,19 +164,23 @@ def num_steps_of(given: Mapping[str, Any], rule: Rule) -> int:
     return int(any(given.get(moment) is not None for moment in rule.moments))
 
 
-def value_of(given: Mapping[str, Any], key: str, shape: torch.Size, name: str) -> torch.Tensor:
-    """One state of an entry, fp32 on the CPU. Raises ValueError when it is missing or has another shape."""
+def value_of(given: Mapping[str, Any], key: str, param: torch.Tensor, name: str) -> torch.Tensor:
+    """This rank's part of one state of an entry, fp32 on the CPU. Raises ValueError when it is missing or has another shape.
+
+    Collective where the entry has a DTensor that is placed otherwise than the parameter.
+    """
     value = given.get(key)
     if not isinstance(value, torch.Tensor):
         raise ValueError(
             f"the state dict has no {key!r} for parameter {name!r}, only {', '.join(map(repr, given)) or 'nothing'}: it "
             "comes from another optimizer"
         )
-    if value.shape != shape:
+    if value.shape != param.shape:
         raise ValueError(
-            f"the state dict's {key!r} for parameter {name!r} has shape {tuple(value.shape)}; the parameter has {tuple(shape)}"
+            f"the state dict's {key!r} for parameter {name!r} has shape {tuple(value.shape)}; the parameter has "
+            f"{tuple(param.shape)}"
         )
-    return value.detach().to("cpu", torch.float32)
+    return part_of(value.detach(), param).to("cpu", torch.float32)
 
 
 def _moment(state: State, moment: str) -> Moment:

@@ -90,7 +90,7 @@ class ShardedModel:
         takes_master = MASTER in given and self._shards.policy.loads_masters
         for name in (*(rule.moments if has_moments else ()), *([MASTER] if self.tiles.keeps_master(shard) else [])):
             if name != MASTER or takes_master:
-                mine = values.mine(shard, value_of(given, name, shard.shape, shard.name))
+                mine = values.mine(shard, value_of(given, name, shard.param, shard.name))
             else:
                 mine = self._shards.local_weight(shard.param).float()[: values.num_mine(shard)]
             self.tiles.load(shard, name, mine)

@@ -26,15 +26,13 @@ MomentsOf = Callable[[Shard], Sequence[str]]
 """Returns the names of a parameter's moments, as in torch, in the order of swap.parts.MOMENTS."""
 
 
-@dataclasses.dataclass(eq=False)
-class Tile:
+@dataclasses.dataclass(eq=False, kw_only=True)
+class StateTile:
     """A range of one unit's shard layout, and the tier on which its states rest."""
 
-    live: LiveUnit
     start: int  # in elements; start and numel are multiples of 4096
     numel: int
     layout: StateLayout
-    room_bytes: int  # in a buffer, for its states and the values that they are made from
     entry: str
     home: Tier
     ranges: Sequence[ShardRange]  # without padding, in their order
@@ -47,17 +45,33 @@ class Tile:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of its parameters."""
-        return self.live.unit.dtype
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """The dtype of its gradients."""
-        return self.layout.precision.grad_dtype(self.dtype)
+        return self.layout.dtype
 
     @property
     def state_bytes(self) -> int:
         """Bytes of its states where they rest."""
         return self.layout.total_bytes(self.numel)
+
+    def place_of(self, part: ShardRange) -> slice:
+        """The place of elements in the tile, counted from its first element."""
+        return slice(part.in_unit.start - self.start, part.in_unit.stop - self.start)
+
+    def bytes_of(self, state: StatePart, part: ShardRange) -> list[ByteRange]:
+        """The byte ranges of its states that hold one state of elements; 8-bit: codes and scales."""
+        return self.layout.ranges(state, self.numel, self.place_of(part).start, part.numel)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Tile(StateTile):
+    """A tile of a sharded model, whose parameters and gradients may rest on NVMe as well."""
+
+    live: LiveUnit
+    room_bytes: int  # in a buffer, for its states and the values that they are made from
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype of its gradients."""
+        return self.layout.precision.grad_dtype(self.dtype)
 
     @property
     def slice_bytes(self) -> int:
@@ -73,14 +87,6 @@ class Tile:
     def elements(self) -> slice:
         """Its range of elements in the unit's shard layout."""
         return slice(self.start, self.start + self.numel)
-
-    def place_of(self, part: ShardRange) -> slice:
-        """The place of elements in the tile, counted from its first element."""
-        return slice(part.in_unit.start - self.start, part.in_unit.stop - self.start)
-
-    def bytes_of(self, state: StatePart, part: ShardRange) -> list[ByteRange]:
-        """The byte ranges of its states that hold one state of elements; 8-bit: codes and scales."""
-        return self.layout.ranges(state, self.numel, self.place_of(part).start, part.numel)
 
 
 def stepped_ranges(
@@ -146,7 +152,7 @@ def _cut_by(end: int, whole: Sequence[Shard]) -> Shard | None:
 # ---- checksums -------------------------------------------------------------------------------------------------------
 
 
-def tile_runs(tile: Tile, shard_rank: int, moments_of: MomentsOf) -> Iterator[Run]:
+def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterator[Run]:
     """The byte ranges of a tile's entry that get a checksum each, in the order of the entry.
 
         [ master: a, b, c | moment 0: a, b, c | moment 1 codes: a, b, c | its scales: a, b, c ]    of parameters a, b, c

@@ -216,7 +216,10 @@ class StateTiles:
         for start, numel, ranges in stepped_ranges(unit, step, self._shards.topology.shard_rank, whole):
             in_buffer = layout.buffer_bytes(numel, keeps_initial_master(unit, policy))
             entry = f"state/{unit.index}/{unit.name}/{start}"
-            yield Tile(live, start, numel, layout, in_buffer, entry, plan.states, ranges)
+            yield Tile(
+                start=start, numel=numel, layout=layout, entry=entry, home=plan.states, ranges=ranges, live=live,
+                room_bytes=in_buffer,
+            )  # fmt: skip
 
     def _at_home(self, tiles: list[Tile]) -> list[Tile]:
         """The same tiles, a share of them on another tier where the plan says so."""

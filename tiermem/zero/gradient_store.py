@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on
@@ -26,8 +27,8 @@ from tiermem.zero.unit import Shard, Unit, own_numel
 T = TypeVar("T")
 
 
-class Norms(Protocol):
-    """Computes the norms of gradients that rest on a tier. GradientHomes is one."""
+class Homes(Protocol):
+    """Computes the norms of gradients that rest on a tier, reads and changes them. GradientHomes is one."""
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """The sum of squares of each parameter's gradient (summed over ranks), over all its elements. Collective."""
@@ -38,20 +39,37 @@ class Norms(Protocol):
     def factor(self, value: torch.Tensor | float) -> Factor:
         """A number that is to scale gradients, also one on an accelerator. Does not block."""
 
+    @property
+    def has_whole(self) -> bool:
+        """Whether this rank holds whole gradients."""
+
+    def read(self, shard: Shard) -> torch.Tensor:
+        """A copy of a whole gradient, where the maths runs. Blocks; raises OSError."""
+
+    def replace(self, shard: Shard, value: torch.Tensor) -> None:
+        """Replaces a whole gradient. Blocks; raises OSError."""
+
+    def clamp(self, shard: Shard, low: float | None, high: float | None) -> None:
+        """Bounds the elements of this rank's part of a gradient. Blocks; raises OSError."""
+
 
 class ShardedGrad(torch.Tensor):
     """The value of `p.grad` while the gradient rests on a tier. It has the right shape and dtype, but no values.
 
-    It answers 2-norms, and scaling or zeroing in place, so `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and GradScaler's
-    unscale work. A factor is remembered and applied in the step. Every other operation raises RuntimeError. To read the values
-    use `Shards.gradient(param)`.
+    any number of ranks    2-norms; scaling, zeroing and clamping in place: `torch.nn.utils.clip_grad_norm_`,
+                           `clip_grad_value_`, `get_total_norm`, GradScaler's unscale. A factor is remembered and applied in
+                           the step
+    whole on each rank     every other call, on a copy of the values for that call. A call that writes stores its result. A
+                           view (`p.grad[0]`, `p.grad.view(-1)`) is one of a copy: writing it raises RuntimeError. So does
+                           adding the gradient to another tensor in place, as the steps of torch's optimizers do
+    in parts on ranks      every other call raises RuntimeError. To read the values use `Shards.gradient(param)` on every rank
     """
 
     _shard: weakref.ref[Shard]  # weak: `p.grad` belongs to the parameter, where the garbage collector does not look
-    _homes: weakref.ref[Norms]
+    _homes: weakref.ref[Homes]
 
     @staticmethod
-    def __new__(cls, shard: Shard, homes: Norms) -> ShardedGrad:
+    def __new__(cls, shard: Shard, homes: Homes) -> ShardedGrad:
         param = shard.param
         grad: ShardedGrad = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, dtype=param.grad_dtype or param.dtype, device=param.device
@@ -59,7 +77,7 @@ class ShardedGrad(torch.Tensor):
         grad._shard, grad._homes = weakref.ref(shard), weakref.ref(homes)
         return grad
 
-    def __init__(self, shard: Shard, homes: Norms) -> None:
+    def __init__(self, shard: Shard, homes: Homes) -> None:
         super().__init__()
 
     @property
@@ -68,12 +86,24 @@ class ShardedGrad(torch.Tensor):
         return _living(self._shard())
 
     @property
-    def homes(self) -> Norms:
-        """The object that computes its norm. Raises RuntimeError when its sharded model is gone."""
+    def homes(self) -> Homes:
+        """The object that has its values. Raises RuntimeError when its sharded model is gone."""
         return _living(self._homes())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.shard.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _OF_VALUES:
+                try:
+                    return func(*args, **kwargs)
+                except NotImplementedError:  # its result is a view
+                    pass
+            with torch.inference_mode():  # torch then refuses to write into views of the copies
+                return func(*_copied(args, {}), **_copied(kwargs, {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -86,7 +116,7 @@ class ShardedGrad(torch.Tensor):
             return _norms(args[:1])[0]
         if name == "aten::_foreach_norm" and _is_two_norm(args[1:], kwargs):
             return _norms(args[0])
-        if name in ("aten::mul_", "aten::div_"):
+        if name in ("aten::mul_", "aten::div_") and _is_number(args[1]):
             _scale([args[0]], args[1], name.startswith("aten::div"))
             return args[0]
         if name in ("aten::_foreach_mul_", "aten::_foreach_div_"):
@@ -102,10 +132,73 @@ class ShardedGrad(torch.Tensor):
             for grad in args[0] if name == "aten::_foreach_zero_" else args:
                 grad.shard.gradient.clear()
             return args[0] if name == "aten::zero_" else None
-        raise RuntimeError(
-            f"{name} on the gradient of a sharded parameter: its values rest elsewhere. Norms and scaling work in place; "
-            "to read it use Shards.gradient(param) between backward and step"
+        if (bounds := _bounds(func, args, kwargs or {})) is not None:
+            for grad in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                grad.homes.clamp(grad.shard, *bounds)
+            return args[0] if isinstance(args[0], ShardedGrad) else None
+        return _on_copies(func, args, kwargs or {})
+
+
+_OF_VALUES = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__reduce_ex__)
+"""Functions that read a tensor's memory without a call that __torch_dispatch__ sees."""
+
+
+def _bounds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float | None, float | None] | None:
+    """The numbers that a call bounds gradients by in place, None: no bound; None for any other call."""
+    name = func._schema.name.removeprefix("aten::")
+    given = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    low, high = {
+        "clamp_": (given.get("min"), given.get("max")),
+        "clamp_min_": (given.get("min"), None),
+        "clamp_max_": (None, given.get("max")),
+        "_foreach_clamp_min_": (given.get("scalar"), None),
+        "_foreach_clamp_max_": (None, given.get("scalar")),
+    }.get(name, (None, None))
+    if low is high is None or any(isinstance(each, (torch.Tensor, list, tuple)) for each in (low, high)):
+        return None
+    return low, high
+
+
+def _on_copies(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls an operator on copies of the gradients' values, and stores those that it writes."""
+    schema, copies = func._schema, dict[ShardedGrad, torch.Tensor]()
+    if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
+        raise NotImplementedError(
+            f"{schema.name} gives a view of the gradient of a sharded parameter, whose values rest elsewhere: take a copy "
+            "with p.grad.clone() first"
         )
+    given = zip(schema.arguments, args, strict=False)
+    written = [value for arg, value in given if arg.alias_info is not None and arg.alias_info.is_write]
+    written += [
+        kwargs[arg.name] for arg in schema.arguments if arg.kwarg_only and arg.alias_info and arg.name in kwargs
+    ]
+    if schema.name != "aten::copy_" and any(not isinstance(each, ShardedGrad) for each in tree_leaves(written)):
+        raise RuntimeError(
+            f"{schema.name} writes into another tensor from the gradient of a sharded parameter, as optimizers do that cannot "
+            "step such parameters: take tiermem's optimizer, or read a copy, p.grad.clone()"
+        )
+    found = func(*_copied(args, copies), **_copied(kwargs, copies))
+    of_copies = {id(copy): grad for grad, copy in copies.items()}
+    for grad in _grads_in(written):
+        grad.homes.replace(grad.shard, copies[grad])
+    return tree_map(lambda each: of_copies.get(id(each), each), found)
+
+
+def _copied(values: Any, copies: dict[ShardedGrad, torch.Tensor]) -> Any:
+    """The same values with copies in place of gradients; fills `copies`. Raises RuntimeError where ranks hold parts."""
+    for grad in _grads_in(values):
+        if not grad.homes.has_whole:
+            raise RuntimeError(
+                f"the gradient of {grad.shard.name} rests in parts on several ranks: norms, scaling, zeroing and clamping work "
+                "in place; to read it call Shards.gradient(param) on every rank, between backward and step"
+            )
+        if grad not in copies:
+            copies[grad] = grad.homes.read(grad.shard)
+    return tree_map(lambda each: copies[each] if isinstance(each, ShardedGrad) else each, values)
+
+
+def _grads_in(values: Any) -> list[ShardedGrad]:
+    return [each for each in tree_leaves(values) if isinstance(each, ShardedGrad)]
 
 
 def _living(found: T | None) -> T:
@@ -122,6 +215,10 @@ def _is_two_norm(args: Sequence[Any], kwargs: Any) -> bool:
 
 def _norms(grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
     return list(grads[0].homes.norms([grad.shard for grad in grads], grads[0].device).unbind())
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.numel() == 1
 
 
 def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None:
@@ -303,6 +400,35 @@ class GradientStore:
         with self._at_home(share):
             share.zero_()
         shard.gradient.arrive(())
+
+    def visit(
+        self, unit: Unit, dtype: torch.dtype, shard: Shard, visitor: Callable[[torch.Tensor], object], changes: bool
+    ) -> None:
+        """Shows a function this rank's share of a parameter's stored gradient: flat, without padding, with the user's factor.
+
+        changes: whether the function changes it, which is then stored. Blocks; raises OSError.
+        """
+        self.join()
+        opened = self.open(unit, dtype, adds=True)
+        start = shard.shard_offset
+        share = opened.flat[start : start + own_numel(shard, self._shard_rank)]
+        try:
+            if shard.gradient.is_zero:
+                share = share.zero_() if changes else torch.zeros_like(share)
+            elif shard.gradient.factor != 1.0:
+                share = share.mul_(shard.gradient.factor) if changes else share * shard.gradient.factor
+            visitor(share)
+        except BaseException:
+            self._give_back(opened.slot)
+            raise
+        if not changes:
+            self._give_back(opened.slot)
+            return
+        first = shard.shard_numel * self._shard_rank
+        is_away = is_accelerator(share.device)
+        sums = block_sums_in_torch(share, first) if is_away else store_gradient(self._workers, None, share, first)
+        shard.gradient.arrive(sums)
+        self.close(opened)
 
     def close(self, opened: OpenHome) -> None:
         """Sends a unit's gradients to their tier; a write to NVME continues in the background. Raises OSError."""

@@ -83,7 +83,8 @@ class GradientHomes:
         self.store = GradientStore(plan.grads, store, topology.shard_rank, workers, pools.gradients, pools.links)
         self._reducer = Reducer(topology, policy, pools.sums, store.device) if topology.group is not None else None
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
-        self._shards = [shard for unit in units for shard in unit.shards]
+        self._of_shard = {shard: unit for unit in units for shard in unit.shards}
+        self._shards = list(self._of_shard)
         self._stand_ins: dict[Shard, ShardedGrad] = {}  # the values of `p.grad` between backward and step
         self._shown: set[Shard] = set()  # shards whose `p.grad` was set to its stand-in
         self._waiting: dict[Unit, bool] = {}  # units that this backward has not begun to reduce; True: answered
@@ -292,6 +293,32 @@ class GradientHomes:
             there = value.detach().to(torch.float64, copy=True)
             self._factor = value, version, Factor(ToHost(there).number, there)
         return self._factor[2]
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether this rank holds whole gradients."""
+        return self._topology.num_shards == 1
+
+    def read(self, shard: Shard) -> torch.Tensor:
+        """A copy of a whole gradient, on the device of its parameter. Blocks; raises OSError."""
+        found: list[torch.Tensor] = []
+        self._visit(shard, lambda share: found.append(share.float() / self.divisor), changes=False)
+        param = shard.param
+        return found[0].to(param.device, param.grad_dtype or param.dtype).view(shard.shape)
+
+    def replace(self, shard: Shard, value: torch.Tensor) -> None:
+        """Replaces a whole gradient. Blocks; raises OSError."""
+        flat = value.reshape(-1)
+        self._visit(shard, lambda share: share.copy_(flat.float() * self.divisor), changes=True)
+
+    def clamp(self, shard: Shard, low: float | None, high: float | None) -> None:
+        """Bounds the elements of this rank's part of a gradient. Blocks; raises OSError."""
+        bounds = [None if bound is None else bound * self.divisor for bound in (low, high)]
+        self._visit(shard, lambda share: share.clamp_(*bounds), changes=True)
+
+    def _visit(self, shard: Shard, visitor: Callable[[torch.Tensor], object], changes: bool) -> None:
+        unit = self._of_shard[shard]
+        self.store.visit(unit, self.dtype(unit), shard, visitor, changes)
 
     def norm(self) -> float:
         """The global 2-norm of the gradients at home, after the mean over ranks; NaN or infinity if any is. Collective."""

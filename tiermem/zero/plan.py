@@ -21,8 +21,8 @@ from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
-_USUAL_TILE_NUMEL = 1 << 20
-_USUAL_TILE_BUFFERS = (8, 4)  # two for reads and two for writes keep a disk busy; more bridge its pauses
+USUAL_TILE_NUMEL = 1 << 20
+USUAL_TILE_BUFFERS = (8, 4)  # two for reads and two for writes keep a disk busy; more bridge its pauses
 _USUAL_UNITS_AHEAD = 2
 _USUAL_GRAD_BUFFERS = 2
 _LINK_BUFFERS = 2
@@ -203,9 +203,9 @@ class Planner:
             homes = [policy.grads or Tier.DEVICE]
         aheads = [0] if policy.gather_way == "single" else [_USUAL_UNITS_AHEAD, 1]
         counts = [policy.unit_buffers] if policy.unit_buffers else [self._most_at_once + ahead for ahead in aheads]
-        tiles = [policy.tile_numel] if policy.tile_numel else [_USUAL_TILE_NUMEL >> i for i in range(5)]
+        tiles = [policy.tile_numel] if policy.tile_numel else [USUAL_TILE_NUMEL >> i for i in range(5)]
         num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
-        buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in _USUAL_TILE_BUFFERS]
+        buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in USUAL_TILE_BUFFERS]
         return list(itertools.product(homes, counts, buffers, tiles))
 
     def plan(self, choice: tuple[Tier | None, int, int, int], resident_bytes: int, room_bytes: int = 0) -> Plan:

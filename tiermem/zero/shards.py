@@ -121,7 +121,7 @@ class Shards:
         self.policy = policy
         self.states: States | None = None  # of the optimizer that steps this model
         self._attached: list[Attached] = []
-        self.is_held = False  # all units are kept present (access.py)
+        self.is_held = False  # weights may not change: all units are present (access.py), or show averages
         self.is_torn = False  # a step or a restore failed half-way: the states are of two different steps
         self.topology: Topology = arrange(
             everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
@@ -277,7 +277,7 @@ class Shards:
         self.check_whole()
         if self.is_held:
             raise RuntimeError(
-                "weights cannot be stepped, replaced or set inside unwrap_model_for_generation: leave its block first"
+                "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: leave its block first"
             )
 
     def check_whole(self) -> None:
@@ -363,12 +363,12 @@ class Shards:
 
     @contextlib.contextmanager
     def held_present(self) -> Iterator[None]:
-        """A block in which the caller keeps all units present; stepping, replacing or loading weights raises RuntimeError."""
-        self.is_held = True
+        """A block in which the caller chooses all units' weights; stepping, replacing or loading them raises RuntimeError."""
+        before, self.is_held = self.is_held, True
         try:
             yield
         finally:
-            self.is_held = False
+            self.is_held = before
 
     # ---- parameters of other modules -----------------------------------------------------------------------------------
 

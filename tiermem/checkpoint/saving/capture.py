@@ -153,7 +153,9 @@ class _Planned(NamedTuple):
 
 
 def _plan(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[_Planned]:
-    """Every state of a tile; of an 8-bit state its codes, then its scales."""
+    """Every state of a tile; of an 8-bit state its codes, then its scales. Plain SGD of fp32 parameters has none."""
+    if not tile.state_bytes:
+        return []
     layout, found = tile.layout, list[tuple[str, str, int]]()
     holder = tile.entry if tile.home is Tier.NVME else in_memory(shards.store.view(tile.entry))
     master = [] if layout.master is None else [(layout.master, MASTER)]

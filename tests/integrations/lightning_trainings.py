@@ -1,0 +1,151 @@
+"""Two of Lightning's demo modules, trained by its Trainer plainly or with TiermemStrategy.
+
+lightning_trainings.py OUT NVME     on each rank: trains and resumes both with TiermemStrategy; writes OUT/<rank>.pt
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from launch import as_rank
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tiermem import OffloadPolicy, Tier
+from tiermem.integrations.lightning import TiermemStrategy
+
+NUM_STEPS = 6
+VOCAB = 53
+
+
+def loader_of(data: Any, batch: int) -> DataLoader[Any]:
+    """A loader of which every rank takes its share of each batch. An epoch has three batches."""
+    sampler: Any = DistributedSampler(data, shuffle=False) if dist.is_initialized() else None
+    return DataLoader(data, batch_size=batch, sampler=sampler)
+
+
+class Boring(BoringModel):
+    """The demo, with as many samples in a batch as are asked for."""
+
+    def __init__(self, batch: int = 2) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        torch.manual_seed(1)
+        return loader_of(RandomDataset(32, 6), self.batch)
+
+
+class Words(LightningTransformer):
+    """The demo, with random words, without dropout, under AdamW; its layers are built in configure_model."""
+
+    def __init__(self, batch: int = 2) -> None:
+        LightningModule.__init__(self)
+        self.batch = batch
+        self.model: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = Transformer(VOCAB, ninp=24, nhid=40, nlayers=1, dropout=0.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=1e-2, eps=1e-4
+        )  # the keys' bias has gradients of rounding alone
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=NUM_STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def prepare_data(self) -> None:
+        """Downloads nothing."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        words = torch.randint(0, VOCAB, (6, 8), generator=torch.Generator().manual_seed(1))
+        return loader_of(TensorDataset(words[:, :-1], words[:, 1:]), self.batch)
+
+
+MODULES = {"boring": Boring, "words": Words}
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone())))
+
+
+def built(name: str, batch: int) -> LightningModule:
+    torch.manual_seed(0)
+    return MODULES[name](batch)
+
+
+def fit(
+    name: str,
+    folder: Path,
+    strategy: Any = "auto",
+    num_devices: int = 1,
+    num_steps: int = NUM_STEPS,
+    resume: Path | None = None,
+    save: Path | None = None,
+    module: LightningModule | None = None,
+) -> dict[str, Any]:
+    """Trains a demo and returns its losses and weights; `save`: where its checkpoint goes when it ends."""
+    warnings.filterwarnings("ignore", module="lightning")
+    losses, module = Losses(), module or built(name, 2 // num_devices)
+    trainer = Trainer(
+        accelerator="cpu", devices=num_devices, strategy=strategy, max_steps=num_steps, max_epochs=9, callbacks=[losses],
+        gradient_clip_val=0.5, enable_checkpointing=False, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, limit_val_batches=0, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(module, ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return {"losses": losses.seen, "weights": weights, "module": module, "trainer": trainer}
+
+
+def strategy_of(nvme: Path, **options: Any) -> TiermemStrategy:
+    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[nvme], persistence_numel=30, timeout_s=60)
+    return TiermemStrategy(policy, **options)
+
+
+def with_and_without_break(
+    name: str, folder: Path, make_strategy: Callable[[], Any] = lambda: "auto", num_devices: int = 1
+) -> dict[str, Any]:
+    """Trains without a break, and with one: half the steps, a checkpoint, a new module and Trainer, the other half.
+
+    The halves are not the whole: when an epoch is resumed at its end, Lightning steps its schedule once less.
+    """
+    found: dict[str, Any] = {}
+    saved = folder / f"{name}.ckpt"
+    for word, num_steps, resume, save in (
+        ("whole", NUM_STEPS, None, None),
+        ("first", NUM_STEPS // 2, None, saved),
+        ("second", NUM_STEPS, saved, None),
+    ):
+        strategy = make_strategy()
+        run = fit(name, folder, strategy, num_devices, num_steps, resume, save)
+        found[word] = copy.deepcopy({"losses": run["losses"], "weights": run["weights"]})
+        if isinstance(strategy, TiermemStrategy):
+            strategy.close()
+    return found
+
+
+if __name__ == "__main__":
+    with as_rank() as (_, out, (nvme,)):
+        torch.set_num_threads(1)
+        environment, folder = TorchElasticEnvironment(), out.parent
+        make = functools.partial(strategy_of, Path(nvme), cluster_environment=environment)
+        torch.save({name: with_and_without_break(name, folder, make, 2) for name in MODULES}, out)

@@ -1,0 +1,103 @@
+"""Does Lightning's Trainer with TiermemStrategy train its own demo modules as on a single device, and resume?"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from launch import launch
+from lightning.pytorch import Trainer
+from lightning_trainings import MODULES, NUM_STEPS, Boring, built, fit, strategy_of, with_and_without_break
+from twins import assert_same_tensors
+
+HERE = Path(__file__).parent
+
+
+WORDS = ("whole", "first", "second")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What one device trains without tiermem, with and without a break; and the folder of its checkpoints."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {name: with_and_without_break(name, folder) | {"folder": folder} for name in MODULES}
+
+
+def assert_like(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    for name, value in mine["weights"].items():
+        torch.testing.assert_close(value, theirs["weights"][name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_one_rank_trains_as_a_single_device_and_resumes(name: str, plain: Any, tmp_path: Path) -> None:
+    found = with_and_without_break(name, tmp_path, lambda: strategy_of(tmp_path))
+    assert [len(found[word]["losses"]) for word in WORDS] == [NUM_STEPS, NUM_STEPS // 2, NUM_STEPS // 2]
+    for word in WORDS:
+        assert_like(found[word], plain[name][word])
+
+
+def test_two_ranks_train_as_a_single_device_and_resume(plain: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    ranks = launch(HERE / "lightning_trainings.py", 2, tmp_path / "out", str(tmp_path))
+    for name in MODULES:
+        for word in WORDS:
+            for found in (rank[name] for rank in ranks):
+                assert_like(found[word], plain[name][word])
+                assert_same_tensors(found[word]["weights"], ranks[0][name][word]["weights"])
+
+
+def test_a_single_devices_checkpoint_is_continued(plain: Any, tmp_path: Path) -> None:
+    saved = plain["words"]["folder"] / "words.ckpt"
+    strategy = strategy_of(tmp_path)
+    found = fit("words", tmp_path, strategy, resume=saved)
+    assert_like(found, plain["words"]["second"])
+    strategy.close()
+
+
+def test_a_trained_module_is_tested_saved_again_and_given_back(plain: Any, tmp_path: Path) -> None:
+    strategy = strategy_of(tmp_path)
+    found = fit("boring", tmp_path, strategy)
+    trainer, module = found["trainer"], found["module"]
+    for _ in range(2):
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    trainer.test(module, verbose=False)
+    with pytest.raises(ValueError, match=r"call strategy\.close\(materialize=True\) before another fit"):
+        trainer.fit(module)
+    strategy.close(materialize=True)
+    assert_same_tensors(dict(module.state_dict()), found["weights"])
+    alone = strategy_of(tmp_path)
+    other = built("boring", 2)
+    tester = Trainer(accelerator="cpu", strategy=alone, logger=False, enable_progress_bar=False)
+    tester.test(other, ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert_same_tensors(dict(other.state_dict()), found["weights"])
+    alone.close()
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    class Two(Boring):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([p], lr=0.1) for p in self.parameters()]
+
+    module = Two()
+    module.automatic_optimization = False
+    trainer = Trainer(accelerator="cpu", strategy=strategy_of(tmp_path), max_steps=1, logger=False, barebones=True)
+    with pytest.raises(ValueError, match="gives 2 optimizers"):
+        trainer.fit(module)
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = HERE.parent.parent / "docs" / "lightning.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"module": built("boring", 2)}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)  # the page's own code
+    assert len(blocks) == 2
+    assert names["trainer"].global_step == 8

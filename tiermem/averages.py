@@ -1,0 +1,370 @@
+"""EMA: an exponential moving average of a model's weights, which rests on a tier.
+
+    update      weight ──► a piece in memory ──┐
+                average at rest ──► buffer ──► average + (weight - average) (1 - decay) ──► average at rest
+    applied     the weights are set aside on the tier, and the model shows its averages until the block ends
+
+Of a sharded parameter, and of a DTensor, each rank averages its own part: no rank sends anything. On NVMe the next piece is
+read, and the one before is written, while one is averaged, so that memory holds a few pieces of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tiermem.optim.local import as_placed, local_of, part_of
+from tiermem.policy import NvmePath
+from tiermem.swap.arena import Pool, Slot
+from tiermem.swap.move import Move
+from tiermem.swap.paths import AnyPath
+from tiermem.swap.pipeline import run_pipeline
+from tiermem.swap.ranges import round_up
+from tiermem.swap.store import TensorStore
+from tiermem.swap.tier import ALIGNMENT, Tier
+from tiermem.zero import registry
+from tiermem.zero.shards import Shards
+from tiermem.zero.topology import paths_of_rank
+
+_PIECE_NUMEL = 1 << 20
+_NUM_BUFFERS = 4
+
+
+class _Piece(NamedTuple):
+    """Elements of this rank's part of a parameter, in an entry of the store."""
+
+    name: str
+    param: nn.Parameter
+    entry: str
+    dtype: torch.dtype
+    start: int
+    numel: int
+    is_at_rest: bool  # on NVMe, so that it passes through a buffer
+
+    @property
+    def elements(self) -> slice:
+        """The elements, in this rank's part."""
+        return slice(self.start, self.start + self.numel)
+
+
+_Act = Callable[[_Piece, torch.Tensor], object]
+"""Works on a piece: the second argument is its values in the store, which it may change."""
+
+
+class EMA:
+    """Averages of the parameters of a model that are trained, as `torch.optim.swa_utils.AveragedModel` computes them.
+
+        ema = tiermem.EMA(model, decay=0.999)
+        for batch in batches:
+            ...; optim.step(); ema.update()
+        with ema.applied():
+            evaluate(model)
+
+    The first `update` copies the weights, as torch's does. Frozen parameters and buffers have no average: inside `applied` they
+    are the model's own.
+
+    Args:
+        model: sharded, plain, or with DTensors. A parameter must be trained (requires_grad) when this is called, or never.
+        decay: of the average, between 0 and 1.
+        home: HOST or NVME. Default: where the policy of a sharded model keeps optimizer states (DEVICE: HOST), else HOST.
+        paths: for NVME; default: those of the model's policy.
+        dtype: of the averages. None: that of each parameter, as torch's. A bf16 average does not move by a thousandth, so the
+            default is fp32.
+
+    Memory: 4 bytes an element at home, and inside `applied` the parameters' own bytes more; at home NVME also 16 MiB of HOST.
+    This is beside the budget of the model's policy. The averages end with `close`, or with this object.
+
+    Raises ValueError for a decay out of range, a home without path, and a model without parameters to train; OSError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        *,
+        home: Tier | None = None,
+        paths: AnyPath | Sequence[AnyPath] = (),
+        dtype: torch.dtype | None = torch.float32,
+    ) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay is {decay}; allowed are 0 to 1")
+        self._model = model
+        self.decay = decay
+        self.num_updates = 0
+        self._params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        if not self._params:
+            raise ValueError("no parameter of the model is trained (requires_grad), so there is nothing to average")
+        self._dtypes = {name: dtype or param.dtype for name, param in self._params.items()}
+        self._home, own_paths = _home_of(self._params.values(), home, paths)
+        self._is_applied = False
+        self._store, self._pool = self._open(own_paths)
+
+    def update(self) -> None:
+        """Takes the current weights into the averages. Call it after each step. Blocks; not collective.
+
+        Raises RuntimeError inside `applied`, and for a parameter that is trained now and was frozen before; OSError.
+        """
+        self._check_may_change()
+        late = [name for name, p in self._model.named_parameters() if p.requires_grad and name not in self._params]
+        if late:
+            raise RuntimeError(
+                f"{', '.join(late[:5])} {'are' if len(late) > 1 else 'is'} trained and was frozen when these averages began: "
+                "make a new EMA, or freeze after making it"
+            )
+        is_first = self.num_updates == 0
+
+        def act(piece: _Piece, average: torch.Tensor) -> None:
+            weight = _read(piece.param, piece.elements).to(average.dtype)
+            average.copy_(weight) if is_first else average.lerp_(weight, 1 - self.decay)
+
+        self._run(self._pieces("average"), act)
+        self.num_updates += 1
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """A block in which the model has the averages as its weights; afterwards it has its own again, to the bit.
+
+        Inside, stepping, replacing and saving weights of a sharded model raises RuntimeError. Collective; blocks. Raises
+        OSError; after one while the block begins, the weights are put back.
+        """
+        self._check_may_change()
+        if not self.num_updates:
+            raise RuntimeError("there is no average before the first update")
+        self._reserve("aside")
+        with contextlib.ExitStack() as ending:
+            for entry in self._entries("aside"):
+                ending.callback(self._store.drop, entry)
+            for shards in self._owners():
+                shards.drop_head_start()
+            self._run(self._pieces("aside"), lambda piece, kept: kept.copy_(_read(piece.param, piece.elements)))
+            ending.callback(self._put_back)
+            self._run(self._pieces("average"), _write, changes=False)
+            self._refresh()
+            for shards in self._owners():
+                ending.enter_context(shards.held_present())
+            self._is_applied = True
+            yield
+
+    def copy_to(self) -> None:
+        """Makes the averages the model's weights for good; masters of a sharded model become exactly these values.
+
+        Collective; blocks; raises OSError.
+        """
+        self._check_may_change()
+        for name, param in self._params.items():
+            value, owner = self._whole(name), registry.owner_of(param)
+            if isinstance(owner, Shards):
+                owner.replace(param, value)
+            else:
+                local_of(param).copy_(part_of(value, param))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The decay, the number of updates, and every average: whole, on the CPU; a DTensor for a DTensor.
+
+        All averages are in memory at once. Collective; blocks; raises OSError.
+        """
+        averages = {name: self._whole(name) for name in self._params}
+        return {"decay": self.decay, "num_updates": self.num_updates, "averages": averages}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`. Collective; blocks. Raises ValueError for one of another model, OSError."""
+        self._check_may_change()
+        averages = state_dict["averages"]
+        wrong = self._params.keys() ^ averages.keys()
+        wrong |= {name for name in averages.keys() - wrong if averages[name].shape != self._params[name].shape}
+        if wrong:
+            raise ValueError(
+                f"these averages are of another model: {', '.join(sorted(wrong)[:5])} differ in name or shape"
+            )
+        parts: dict[str, torch.Tensor] = {}
+
+        def act(piece: _Piece, average: torch.Tensor) -> None:
+            if piece.name not in parts:
+                parts.clear()
+                parts[piece.name] = _mine(piece.param, averages[piece.name])
+            average.copy_(parts[piece.name][piece.elements])
+
+        self._run(self._pieces("average"), act)
+        self.decay, self.num_updates = float(state_dict["decay"]), int(state_dict["num_updates"])
+
+    def close(self) -> None:
+        """Frees the averages' memory and files. Blocks; raises the first error of a write."""
+        self._store.close()
+
+    # ---- where they rest -----------------------------------------------------------------------------------------------
+
+    def _open(self, paths: tuple[NvmePath, ...]) -> tuple[TensorStore, Pool | None]:
+        most = max(
+            (piece.numel * piece.dtype.itemsize for kind in ("average", "aside") for piece in self._pieces(kind)),
+            default=1,
+        )
+        buffer_bytes = round_up(most, ALIGNMENT)
+        entries = [*self._entries("average").values(), *self._entries("aside").values()]
+        host_bytes = sum(round_up(numel * dtype.itemsize, ALIGNMENT) for numel, dtype in entries)
+        if self._home is Tier.NVME:
+            host_bytes = _NUM_BUFFERS * buffer_bytes
+        store = TensorStore(paths if self._home is Tier.NVME else (), max(host_bytes, 1))
+        try:
+            self._store = store
+            self._reserve("average")
+            pool = Pool(store.arena, buffer_bytes, _NUM_BUFFERS, "averages") if self._home is Tier.NVME else None
+        except BaseException:
+            store.close()
+            raise
+        return store, pool
+
+    def _reserve(self, kind: str) -> None:
+        """Takes room for every entry of a kind, or for none. Raises OSError."""
+        with contextlib.ExitStack() as undoing:
+            for entry, (numel, dtype) in self._entries(kind).items():
+                self._store.reserve(entry, (numel,), dtype, self._home)
+                undoing.callback(self._store.drop, entry)
+            undoing.pop_all()
+
+    def _entries(self, kind: str) -> dict[str, tuple[int, torch.dtype]]:
+        """The number of elements and the dtype of each entry of a kind: "average", or "aside" for weights set aside."""
+        dtypes = self._dtypes if kind == "average" else {name: param.dtype for name, param in self._params.items()}
+        numels = {name: _num_mine(param) for name, param in self._params.items()}
+        return {f"{kind}/{name}": (numel, dtypes[name]) for name, numel in numels.items() if numel}
+
+    def _pieces(self, kind: str, only: str | None = None) -> list[_Piece]:
+        """Every piece of a kind, or of one parameter."""
+        found = []
+        for name, param in self._params.items() if only is None else [(only, self._params[only])]:
+            numel, dtype = _num_mine(param), self._dtypes[name] if kind == "average" else param.dtype
+            step = _PIECE_NUMEL if _is_flat(param) else max(1, numel)
+            found += [
+                _Piece(name, param, f"{kind}/{name}", dtype, start, min(step, numel - start), self._home is Tier.NVME)
+                for start in range(0, numel, step)
+            ]
+        return found
+
+    def _run(self, pieces: Sequence[_Piece], act: _Act, changes: bool = True) -> None:
+        with torch.no_grad():
+            if self._pool is not None:
+                run_pipeline(pieces, _Pass(self._store, act, changes), self._pool)
+            else:
+                for piece in pieces:
+                    act(piece, self._store.view(piece.entry)[piece.elements])
+
+    # ---- values --------------------------------------------------------------------------------------------------------
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """A parameter's average: whole, of a DTensor placed as it. Collective."""
+        param, owner = self._params[name], registry.owner_of(self._params[name])
+        local = torch.empty(_num_mine(param), dtype=self._dtypes[name])
+        own = self._pieces("average", name)
+        self._run(own, lambda piece, average: local[piece.elements].copy_(average), changes=False)
+        if isinstance(owner, Shards):
+            return owner.values.assemble(owner.find(param)[1], local).view(param.shape)
+        return as_placed(local.view(local_of(param).shape), param)
+
+    def _put_back(self) -> None:
+        self._is_applied = False
+        self._run(self._pieces("aside"), _write, changes=False)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for owner in self._owners():
+            mine = (param for param in self._params.values() if registry.owner_of(param) is owner)
+            for live in dict.fromkeys(owner.find(param)[0] for param in mine):
+                owner.refresh(live.unit.shards[0].param)
+
+    def _owners(self) -> list[Shards]:
+        owners = (registry.owner_of(param) for param in self._params.values())
+        return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Shards)))
+
+    def _check_may_change(self) -> None:
+        if self._is_applied:
+            raise RuntimeError("the model shows its averages: leave the block of EMA.applied first")
+        for shards in self._owners():
+            shards.check_may_change()
+
+
+class _Pass:
+    """One pass over pieces on NVMe, which swap/pipeline.py runs."""
+
+    def __init__(self, store: TensorStore, act: _Act, changes: bool) -> None:
+        self._store = store
+        self._act = act
+        self._changes = changes
+
+    def read(self, piece: _Piece, slot: Slot) -> Move:
+        """Starts reading a piece."""
+        return self._store.read([self._range(piece, slot)], piece.entry)
+
+    def read_rest(self, piece: _Piece, slot: Slot) -> Move:
+        """No piece has a head start."""
+        raise AssertionError(piece.entry)
+
+    def compute(self, piece: _Piece, slot: Slot) -> None:
+        """Does the work on a piece, in its buffer."""
+        self._act(piece, slot.tensor[: piece.numel * piece.dtype.itemsize].view(piece.dtype))
+
+    def write(self, piece: _Piece, slot: Slot) -> Move:
+        """Starts writing a piece back, if it was changed."""
+        return self._store.write([self._range(piece, slot)] if self._changes else [], piece.entry)
+
+    def _range(self, piece: _Piece, slot: Slot) -> tuple[str, int, torch.Tensor]:
+        size = piece.dtype.itemsize
+        return piece.entry, piece.start * size, slot.tensor[: round_up(piece.numel * size, ALIGNMENT)]
+
+
+# ---- this rank's part of a parameter ---------------------------------------------------------------------------------
+
+
+def _home_of(params: Any, home: Tier | None, paths: AnyPath | Sequence[AnyPath]) -> tuple[Tier, tuple[NvmePath, ...]]:
+    """The tier and the paths of averages. Raises ValueError for DEVICE, and for NVME without a path."""
+    owner = next((o for o in map(registry.owner_of, params) if isinstance(o, Shards)), None)
+    if home is None:
+        home = Tier.NVME if owner is not None and owner.policy.optim is Tier.NVME else Tier.HOST
+    if home is Tier.DEVICE:
+        raise ValueError("home is DEVICE; averages rest on HOST or NVME")
+    found = paths_of_rank(paths) or (() if owner is None else paths_of_rank(owner.policy.paths))
+    if home is Tier.NVME and not found:
+        raise ValueError("home is NVME and no path is given: set paths=['/mnt/nvme0', ...]")
+    return home, found
+
+
+def _num_mine(param: nn.Parameter) -> int:
+    owner = registry.owner_of(param)
+    return owner.values.num_mine(owner.find(param)[1]) if isinstance(owner, Shards) else local_of(param).numel()
+
+
+def _is_flat(param: nn.Parameter) -> bool:
+    """Whether elements can be written piece by piece."""
+    return isinstance(registry.owner_of(param), Shards) or local_of(param).is_contiguous()
+
+
+def _mine(param: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    owner = registry.owner_of(param)
+    if isinstance(owner, Shards):
+        return owner.values.mine(owner.find(param)[1], whole)
+    return part_of(whole, param).reshape(-1)
+
+
+def _read(param: nn.Parameter, elements: slice) -> torch.Tensor:
+    """A copy of elements of a parameter, on the CPU. Blocks."""
+    owner = registry.owner_of(param)
+    if isinstance(owner, Shards):
+        live, shard = owner.find(param)
+        first = shard.shard_offset
+        return owner.values.elements(live, slice(first + elements.start, first + elements.stop))
+    return local_of(param).reshape(-1)[elements].to("cpu", copy=True)
+
+
+def _write(piece: _Piece, values: torch.Tensor) -> None:
+    """Overwrites elements of a parameter where they rest; `Shards.refresh` shows them. Blocks."""
+    owner, values = registry.owner_of(piece.param), values.to(piece.param.dtype)
+    if isinstance(owner, Shards):
+        live, shard = owner.find(piece.param)
+        owner.values.put_elements(live, shard.shard_offset + piece.start, values)
+    elif _is_flat(piece.param):
+        local_of(piece.param).view(-1)[piece.elements].copy_(values)
+    else:
+        local = local_of(piece.param)
+        local.copy_(values.view(local.shape))
