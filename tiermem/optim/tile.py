@@ -105,14 +105,14 @@ def homes_of_tiles(sizes: Sequence[int], plan: Plan) -> list[Tier]:
     `plan.resident_bytes`.
     """
     kept = Tier.DEVICE if plan.steps_there else Tier.HOST
-    homes = [kept if stays else plan.states for stays in _spread(sizes, plan.kept_bytes)]
+    homes = [kept if stays else plan.states for stays in spread(sizes, plan.kept_bytes)]
     rest = [number for number, home in enumerate(homes) if home is plan.states is Tier.NVME]
-    for number, stays in zip(rest, _spread([sizes[n] for n in rest], plan.resident_bytes), strict=True):
+    for number, stays in zip(rest, spread([sizes[n] for n in rest], plan.resident_bytes), strict=True):
         homes[number] = Tier.HOST if stays else Tier.NVME
     return homes
 
 
-def _spread(sizes: Sequence[int], num_bytes: int) -> list[bool]:
+def spread(sizes: Sequence[int], num_bytes: int) -> list[bool]:
     """Chooses tiles, evenly spread, of at most `num_bytes` together; tiles without states in any case."""
     due, total, chosen = 0, sum(sizes), []
     for size in sizes:
