@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ def assert_like(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_one_rank_trains_as_a_single_device_and_resumes(name: str, plain: Any, tmp_path: Path) -> None:
+    before = dict(os.environ)
     found = with_and_without_break(name, tmp_path, lambda: strategy_of(tmp_path))
+    assert dict(os.environ) == before  # no word of ranks that another library would join
     assert [len(found[word]["losses"]) for word in WORDS] == [NUM_STEPS, NUM_STEPS // 2, NUM_STEPS // 2]
     for word in WORDS:
         assert_like(found[word], plain[name][word])

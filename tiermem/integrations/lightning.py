@@ -86,6 +86,11 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
 
     # ---- start -----------------------------------------------------------------------------------------------------------
 
+    def _configure_launcher(self) -> None:
+        """Chooses what starts the other processes; alone nothing, which would leave a launcher's variables to this process."""
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()
+
     def setup_distributed(self) -> None:
         """Joins the other ranks; alone it makes no group."""
         self.set_world_ranks()
