@@ -110,7 +110,7 @@ class Shards:
         check_model(model, is_trained)
         self.model = model
         self.device = find_device(device)
-        built, context_bytes = built_with(model), open_context(self.device)
+        built, context = built_with(model), open_context(self.device)  # its bytes
         if group is None and built.group is None:
             join_ranks(policy.timeout_s, self.device, policy.join_timeout_s)
         ranks, policy = ranks_of(group if group is not None else built.group, built.over(policy))
@@ -128,9 +128,7 @@ class Shards:
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
         division = divide(model, policy, self.topology.num_shards, is_trained)
-        self.plan = make_plan(
-            division, policy, self.topology, is_accelerator(self.device), ranks_per_node(), context_bytes
-        )
+        self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node(), context)
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
         check_card(self.plan, policy, self.device)
         self.store = self._open_store()
