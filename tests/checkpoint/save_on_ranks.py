@@ -142,6 +142,7 @@ def run_blocks(rank: int, folder: Path) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         shards.store.settle()
+        shards.prefetcher.empty()  # it reads ahead for the next forward
         before = shards.store.stats()
         checkpoint.save(shards, optimizer, folder / "out" / "blocks", "t")
         after = shards.store.stats()

@@ -52,7 +52,8 @@ def test_it_runs_whole_on_the_simulated_device(tmp_path: Path) -> None:
     training = found["training"]
     assert training["passed"] and set(training["runs"]) == {"cpu", "weights", "host", "nvme", "device"}
     assert training["runs"]["nvme"]["nvme_read_bytes"] > 0
-    assert training["runs"]["device"]["peak_allocated_bytes"] > training["runs"]["device"]["plan_device_bytes"]
+    device = training["runs"]["device"]  # the plan counts the most that a step takes, and no activations
+    assert 0.5 < device["peak_allocated_bytes"] / device["plan_device_bytes"] < 2
     for words in (
         *gpu.PARTS,
         "2.0 MiB, touched",

@@ -136,11 +136,11 @@ def test_a_refusal_is_found_behind_the_error_that_it_caused() -> None:
 def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    words = ["train", "--config", "config.json", "--offload", "none", "--seq", "32", "--steps", "2", "--runs", "runs"]
+    words = ["train", "--config", "config.json", "--offload", "none", "--seq", "128", "--batch", "8", "--steps", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "tiermem.tools.cli", *words],
         cwd=tmp_path,
-        env=environment(TIERMEM_SIM_CAPACITY="2900000"),
+        env=environment(TIERMEM_SIM_CAPACITY="14000000"),
         capture_output=True,
         text=True,
         timeout=120,
@@ -148,7 +148,7 @@ def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2, done.stdout
     assert line.startswith("tiermem train: sim:0 has no memory left in backward of step 1: ")
-    assert "the plan keeps 2.3 MiB on DEVICE (resident parameters" in line and "--offload cpu" in line
+    assert "the plan keeps 12.7 MiB on DEVICE (resident parameters" in line and "--offload cpu" in line
     assert not any((tmp_path / "runs").iterdir())
 
 
