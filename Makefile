@@ -28,9 +28,10 @@ CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
 demo: .venv/.installed
 	$(DEMO)
 
-# Two processes with one thread of maths each: with two each they would wait in OpenMP's spinning barrier for one another.
+# Three processes with one thread of maths each: tests wait for disks and other processes two fifths of their time, and threads
+# of OpenMP would wait in its spinning barrier for one another.
 # Files in their own order: sorted by number of tests, the few long ones would come last, one after the other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.installed
 	@$(PYTEST)
