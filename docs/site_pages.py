@@ -240,8 +240,8 @@ def loaded_from_elsewhere(page: str) -> list[str]:
 
 def missing_names(anchors: set[str]) -> list[str]:
     """The public names that no anchor stands for, without functions that other packages add to a class."""
-    names = (*written_names(), *INTEGRATIONS)
-    return [name for name in names if not anchors & set(places_of(name)) and is_our_own(resolve(name))]
+    own = [name for name in written_names() if not anchors & set(places_of(name)) and is_our_own(resolve(name))]
+    return own + [name for name in INTEGRATIONS if name not in anchors]  # their packages may not be installed
 
 
 def is_our_own(found: Any) -> bool:

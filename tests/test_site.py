@@ -77,6 +77,7 @@ def test_a_name_without_a_place_is_told(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text('<h2 id="tiermem.shard"></h2>')
     problems = site_pages.check(tmp_path)
     assert any(each.startswith("tiermem.AdamW:") for each in problems)
+    assert any(each.startswith("tiermem.integrations.peft.merge_and_unload:") for each in problems)
     assert not any(each.startswith("tiermem.shard:") for each in problems)
 
 
