@@ -2,7 +2,8 @@
 #
 #   make demo         trains a 419 M-parameter Llama, its states on disk, under a 1250 MiB cap
 #   make test         the tests (not those marked slow or soak)
-#   make test-all     also the slow ones        make soak    only the soak; seeds and totals go to build/soak
+#   make test-all     also the slow ones; installs what all examples and the site need
+#   make soak         only the soak; seeds and totals go to build/soak
 #   make native-test  floor 0 under sanitizers  make lint    what CI checks before it tests
 #   make native-test-arm   floor 0's arithmetic for aarch64, under qemu: the bits that x86-64 recorded. ARM_TESTS chooses
 #                     among its tests. Needs Debian's g++-aarch64-linux-gnu and qemu-user
@@ -36,7 +37,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no
 test: .venv/.installed
 	@$(PYTEST)
 
-test-all: .venv/.installed
+test-all: .venv/.installed .venv/.trl .venv/.docs
 	@$(PYTEST) -m "not soak"
 
 soak: .venv/.installed .venv/.fuzz
@@ -126,10 +127,11 @@ clean:
 	-$(PIP) install -c constraints.txt --only-binary=:all: $$($(BIN)/python .ci/extra.py fuzz)
 	@touch $@
 
-# TRL, PEFT and Lightning, whose tests are skipped elsewhere: some 300 MB.
+# TRL, PEFT, Lightning and TensorBoard, whose tests are skipped elsewhere: some 300 MB.
 .venv/.trl: pyproject.toml constraints.txt .venv/.installed
-	@echo "installing TRL, PEFT and Lightning"
-	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py trl) "$$($(BIN)/python .ci/extra.py lightning)"
+	@echo "installing TRL, PEFT, Lightning and TensorBoard"
+	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py trl) $$($(BIN)/python .ci/extra.py lightning) \
+	  $$($(BIN)/python .ci/extra.py tensorboard)
 	@touch $@
 
 .venv/.docs: pyproject.toml constraints.txt .venv/.installed

@@ -29,6 +29,8 @@ INTEGRATIONS = (
     "tiermem.integrations.huggingface.TiermemTrainer",
     "tiermem.integrations.huggingface.TiermemMixin",
     "tiermem.integrations.accelerate.prepare",
+    "tiermem.integrations.peft.merge_and_unload",
+    "tiermem.integrations.lightning.TiermemStrategy",
 )
 """Names that users import from modules of their own, beside those of the record."""
 
@@ -36,13 +38,10 @@ INTEGRATIONS = (
 
 
 def on_config(config: Any) -> None:
-    """Puts the made pages into the menu, below the pages that lead to them, and pages that it lacks under "Use"."""
+    """Puts the made pages into the menu, below the pages that lead to them."""
     below: dict[str, Any] = {"api.md": [f"api/{package}.md" for package in (*packages(), "tiermem.integrations")]}
     below["examples.md"] = sorted(each for each in made_pages() if each.startswith("examples/"))
     config["nav"] = _with_pages(config["nav"], below)
-    named = set(re.findall(r"[\w/.]+\.md", repr(config["nav"])))
-    [use] = (entry["Use"] for entry in config["nav"] if "Use" in entry)
-    use += [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in named]
 
 
 def _with_pages(entries: Any, below: Mapping[str, list[str]]) -> Any:
@@ -241,7 +240,8 @@ def loaded_from_elsewhere(page: str) -> list[str]:
 
 def missing_names(anchors: set[str]) -> list[str]:
     """The public names that no anchor stands for, without functions that other packages add to a class."""
-    return [name for name in written_names() if not anchors & set(places_of(name)) and is_our_own(resolve(name))]
+    own = [name for name in written_names() if not anchors & set(places_of(name)) and is_our_own(resolve(name))]
+    return own + [name for name in INTEGRATIONS if name not in anchors]  # their packages may not be installed
 
 
 def is_our_own(found: Any) -> bool:

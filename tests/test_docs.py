@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
@@ -205,7 +206,7 @@ def trainers() -> None:
     pytest.importorskip("transformers.trainer")
 
 
-RUN_HERE = ("README.md", "docs/from_deepspeed.md", "docs/from_fsdp2.md")
+RUN_HERE = ("README.md", "docs/activations.md", "docs/from_deepspeed.md", "docs/from_fsdp2.md")
 
 
 @pytest.mark.parametrize("name", RUN_HERE)
@@ -224,6 +225,10 @@ def test_programs_of_a_page_run(name: str, trainers: None, tmp_path: Path, monke
         assert first["tiermem_limited_by"] in ("computing", "disk", "CPU kernels") and first["tiermem_waited_s"] >= 0
     if isinstance(names.get("engine"), tiermem.Engine):
         names["engine"].close()
+    if name == "docs/activations.md":
+        model, (tokens, targets) = names["Model"](), torch.randint(500, (2, 7, 3))
+        wanted = nn.functional.cross_entropy(model.head(model.body(tokens)).flatten(0, 1), targets.flatten())
+        torch.testing.assert_close(model(tokens, targets), wanted)
 
 
 def test_checkpoints_of_the_page_are_saved_and_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +255,25 @@ def test_every_page_with_programs_is_run() -> None:
     tests = "\n".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
     assert len(shown) > 4
     assert [page for page in shown - set(RUN_HERE) if f'"{Path(page).name}"' not in tests] == []
+
+
+def test_programs_are_in_blocks_that_tests_find() -> None:
+    """An indented program would be run by no test."""
+    texts = {page.name: re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL) for page in PAGES}
+    begins = re.compile(r"^ {4}(?:import |from \w|class \w|def \w|with \w.*:$|for \w.*:$)", re.MULTILINE)
+    assert [name for name, text in texts.items() if begins.search(text)] == []
+
+
+def test_targets_extras_and_modules_that_pages_show_exist() -> None:
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    makefile, pyproject = ((ROOT / name).read_text("utf-8") for name in ("Makefile", "pyproject.toml"))
+    targets = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.MULTILINE))
+    extras = {extra for extras in re.findall(r"tiermem\[([\w,]+)\]", text) for extra in extras.split(",")}
+    modules = set(re.findall(r"python3? -m (tiermem[\w.]*)", text))
+    assert len(targets) > 5 and len(extras) > 3 and modules
+    assert [each for each in targets if not re.search(rf"^{each}:", makefile, re.MULTILINE)] == []
+    assert [each for each in extras if not re.search(rf"^{each} = \[", pyproject, re.MULTILINE)] == []
+    assert [each for each in modules if importlib.util.find_spec(each) is None] == []
 
 
 # ---- tables that are computed ------------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ def test_example_is_short_and_says_what_it_is(example: Path) -> None:
     assert len(source.splitlines()) < 60
     assert said and f"python {example.name}" in said
     assert example.stem in SAID
+    # What is tiny would stay in memory otherwise, and nothing would be read from NVMe.
+    assert "params=Tier.NVME" not in source or "persistence_numel=" in source
 
 
 @pytest.mark.parametrize("example", named("plain_loop", "nvme_inference"), ids=lambda file: file.stem)

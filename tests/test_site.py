@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,19 @@ def test_every_public_name_is_asked_of_a_page() -> None:
                 f"#{name.written} }}" in pages[f"api/{package}.md"]
                 or f"#{name.written}}}" in pages[f"api/{package}.md"]
             )
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in menu] == []
+
+
+def test_names_of_integrations_that_pages_import_are_described() -> None:
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "examples").glob("*.py")]
+    imports = re.compile(r"from (tiermem\.integrations\.\w+) import (\w+)")
+    shown = {".".join(found) for file in texts for found in imports.findall(file.read_text("utf-8"))}
+    assert len(shown) > 3
+    assert shown <= set(site_pages.INTEGRATIONS)
 
 
 def test_the_house_stands_apart_from_the_first_page() -> None:
@@ -63,6 +77,7 @@ def test_a_name_without_a_place_is_told(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text('<h2 id="tiermem.shard"></h2>')
     problems = site_pages.check(tmp_path)
     assert any(each.startswith("tiermem.AdamW:") for each in problems)
+    assert any(each.startswith("tiermem.integrations.peft.merge_and_unload:") for each in problems)
     assert not any(each.startswith("tiermem.shard:") for each in problems)
 
 

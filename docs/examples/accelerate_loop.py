@@ -20,7 +20,8 @@ text = torch.tensor(list(b"Bytes rest in a tier, and are fetched before they are
 data = [{"input_ids": part, "labels": part} for part in text[:2048].view(-1, 64)]
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
-policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["."], host_bytes=512 << 20)
+# Parameters of up to 100,000 elements stay in memory; all of this tiny model are smaller, so here that is 1000.
+policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["."], host_bytes=512 << 20, persistence_numel=1000)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # `prepare` makes tiermem's of it
 model, optimizer, loader = prepare(accelerator, model, optimizer, DataLoader(data, batch_size=2), policy=policy)
 

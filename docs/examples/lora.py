@@ -15,7 +15,8 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.integrations.huggingface import TiermemTrainer
 
-policy = OffloadPolicy(params=Tier.NVME, optim=Tier.HOST, paths=["."], host_bytes=512 << 20)
+# Parameters of up to 100,000 elements stay in memory; all of this tiny model are smaller, so here that is 1000.
+policy = OffloadPolicy(params=Tier.NVME, optim=Tier.HOST, paths=["."], host_bytes=512 << 20, persistence_numel=1000)
 
 # A base model on the disk: yours is there already.
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}

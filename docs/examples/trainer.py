@@ -28,7 +28,8 @@ args = TrainingArguments(
     save_total_limit=1,
     report_to=[],
 )
-policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["."], host_bytes=512 << 20)
+# Parameters of up to 100,000 elements stay in memory; all of this tiny model are smaller, so here that is 1000.
+policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["."], host_bytes=512 << 20, persistence_numel=1000)
 trainer = Trainer(model, args, train_dataset=data, tiermem=policy)
 trainer.train()  # resume_from_checkpoint=True goes on from the newest checkpoint
 trainer.save_model("out/final")

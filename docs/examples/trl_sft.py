@@ -29,7 +29,8 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<pad>", eos
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), max_position_embeddings=64, pad_token_id=0, **sizes))
 
-policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["."], host_bytes=512 << 20)
+# Parameters of up to 100,000 elements stay in memory; all of this tiny model are smaller, so here that is 1000.
+policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["."], host_bytes=512 << 20, persistence_numel=1000)
 trainer = ShardedSFTTrainer(
     model,
     args=SFTConfig("out", max_steps=10, learning_rate=3e-3, max_length=16, logging_steps=5, bf16=False, report_to=[]),
