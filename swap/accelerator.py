@@ -4,7 +4,7 @@
     context    open_context                                make it before what is resident is measured
     order      new_stream, current_stream, new_event, record    streams and events, which order work on the device
     copies     to_device, ToHost                                small tensors, without a wait of the host
-    memory     free_and_total, usage, reset_peak                bytes of the device, as torch counts them
+    memory     free_and_total, usage, give_back_cached, reset_peak    bytes of the device, as torch counts them
     pinning    PageLock                                         pinned host memory, for asynchronous copies
     the rest   facts_of, rng_state, set_rng_state, backends_of, control_device
 
@@ -192,9 +192,15 @@ def usage(device: torch.device) -> Usage:
     return Usage(*(int(stats.get(kind, 0)) for kind in kinds))
 
 
+def give_back_cached(device: torch.device) -> None:
+    """Returns torch's cached blocks to the driver, for other processes; does nothing for the CPU. Waits for the device."""
+    if is_accelerator(device):
+        torch.accelerator.empty_cache()
+
+
 def reset_peak(device: torch.device) -> None:
     """Returns torch's cached blocks to the driver and begins to count peaks anew. Waits for the device: for tools."""
-    torch.accelerator.empty_cache()
+    give_back_cached(device)
     torch.accelerator.reset_peak_memory_stats(device)
 
 
