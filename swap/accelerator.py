@@ -4,7 +4,7 @@
     context    open_context                                make it before what is resident is measured
     order      new_stream, current_stream, new_event, record    streams and events, which order work on the device
     copies     to_device, ToHost                                small tensors, without a wait of the host
-    memory     free_and_total, usage, reset_peak                bytes of the device, as torch counts them
+    memory     free_and_total, usage, give_back_cached, reset_peak    bytes of the device, as torch counts them
     pinning    PageLock                                         pinned host memory, for asynchronous copies
     the rest   facts_of, rng_state, set_rng_state, backends_of, control_device
 
@@ -47,10 +47,16 @@ def find_device(asked: torch.device | str | None = None) -> torch.device:
     """The device that this process computes on: the one asked for, else its accelerator, else the CPU.
 
     A rank that a launcher has started takes the accelerator of its LOCAL_RANK; ranks share them where there are fewer. Raises
-    ValueError for a device that is not there.
+    ValueError for a device that is not there, and when nothing is asked for and torch cannot use its accelerator because the
+    driver is too old: the CPU would be many times slower. CUDA_VISIBLE_DEVICES that is empty asks for the CPU.
     """
     device = kind_of_device() if asked is None else torch.device(asked)
     if not is_accelerator(device):
+        if asked is None and device.type == "cpu" and (fault := _fault_of_driver()):
+            raise ValueError(
+                f"{fault}. Update the driver, install a torch that was built for it, or compute on the CPU: device='cpu', or "
+                "CUDA_VISIBLE_DEVICES= in the environment"
+            )
         return device
     module = getattr(torch, device.type, None)
     count = int(module.device_count()) if module is not None and module.is_available() else 0
@@ -59,10 +65,24 @@ def find_device(asked: torch.device | str | None = None) -> torch.device:
     if device.index is None or device.index >= count:
         there = torch.accelerator.current_accelerator(check_available=True)
         has = "no accelerator" if there is None else f"{torch.accelerator.device_count()} of type {there.type!r}"
+        fault = f" ({_fault_of_driver()})" if there is None and _fault_of_driver() else ""
         raise ValueError(
-            f"device {str(asked)!r} is not there: this machine has {has}. Name one of those, or device='cpu'"
+            f"device {str(asked)!r} is not there: this machine has {has}{fault}. Name one of those, or device='cpu'"
         )
     return device
+
+
+def _fault_of_driver() -> str:
+    """Why torch finds no accelerator of the kind that it was built for, if the driver is too old for it; else empty."""
+    kind = torch.accelerator.current_accelerator()  # also of devices that are not there
+    if kind is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    try:
+        _module_of(kind).init()
+    except (AttributeError, AssertionError, RuntimeError) as error:
+        said = str(error).split(". ")[0].strip().rstrip(".")
+        return f"{said} for torch {torch.__version__}" if "too old" in said else ""
+    return ""
 
 
 def kind_of_device() -> torch.device:
@@ -192,9 +212,15 @@ def usage(device: torch.device) -> Usage:
     return Usage(*(int(stats.get(kind, 0)) for kind in kinds))
 
 
+def give_back_cached(device: torch.device) -> None:
+    """Returns torch's cached blocks to the driver, for other processes; does nothing for the CPU. Waits for the device."""
+    if is_accelerator(device):
+        torch.accelerator.empty_cache()
+
+
 def reset_peak(device: torch.device) -> None:
     """Returns torch's cached blocks to the driver and begins to count peaks anew. Waits for the device: for tools."""
-    torch.accelerator.empty_cache()
+    give_back_cached(device)
     torch.accelerator.reset_peak_memory_stats(device)
 
 

@@ -171,7 +171,12 @@ class PlanOptions(Options):
         parse=parse_flops,
         check=above_zero,
     )
-    link_bytes_s: float = size("25GB", "bytes a second between memory and GPU, each way", "--link", above_zero)
+    link_bytes_s: float | None = size(
+        None,
+        "bytes a second between memory and GPU, each way [default: measured where there is a GPU, else 25GB]",
+        "--link",
+        above_zero,
+    )
     network_bytes_s: float = size("10GB", "bytes a second that a rank sends to others", "--network", above_zero)
     near_bytes_s: float | None = size(
         None, "bytes a second that it sends within its node; as --network when left out", "--near-network", above_zero

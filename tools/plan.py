@@ -24,7 +24,9 @@ from rich.table import Table
 from tiermem.forecast.forecast import PHASES
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.policy import Tier
+from tiermem.swap.accelerator import find_device
 from tiermem.tools.bench.files import measure_disks
+from tiermem.tools.bench.gpu import measure_link
 from tiermem.tools.launcher import compute_of
 from tiermem.tools.machine import available_bytes
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
@@ -47,6 +49,7 @@ from tiermem.tools.words import Mistake, format_bytes
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
 _PROBE_S = 1.0
 _ASSUMED_DISK = (3.0e9, 2.0e9)  # bytes a second, read and write: a plain NVMe drive
+_ASSUMED_LINK = 25e9  # bytes a second each way: PCIe 4.0 with 16 lanes
 _ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16 bits
 _DISK_THERE = Path("/mnt/nvme0")
 
@@ -123,9 +126,10 @@ def _speed(
     """Every rate, the compute of a scenario, and a line for each on where it is from."""
     rates, source = _disk_speed(options, config)
     compute: Compute | float
+    link_bytes_s, link_source = _link_speed(options)
     rates = dataclasses.replace(
         rates,
-        link_bytes_s=options.link_bytes_s,
+        link_bytes_s=link_bytes_s,
         network_bytes_s=options.network_bytes_s,
         near_bytes_s=options.near_bytes_s,
     )
@@ -151,8 +155,18 @@ def _speed(
     if options.near_bytes_s is not None:
         sources.append(f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by --near-network")
     if options.gpu_bytes is not None:
-        sources.append(f"between memory and GPU: {options.link_bytes_s / 1e9:g} GB/s each way, by --link")
+        sources.append(f"between memory and GPU: {link_bytes_s / 1e9:.3g} GB/s each way, {link_source}")
     return rates, compute, sources
+
+
+def _link_speed(options: PlanOptions) -> tuple[float, str]:
+    """Bytes a second each way between memory and an accelerator, and where they are from: given, measured here, or assumed."""
+    if options.link_bytes_s is not None:
+        return options.link_bytes_s, "by --link"
+    measured = measure_link(find_device()) if options.gpu_bytes is not None else None
+    if measured is not None:
+        return measured, "measured here with pinned memory, both ways at once"
+    return _ASSUMED_LINK, "assumed: give --link"
 
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:

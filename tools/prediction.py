@@ -27,6 +27,7 @@ from tiermem.swap.accelerator import find_device, is_accelerator
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.native import Workers
 from tiermem.swap.queue import Event
+from tiermem.tools.bench.gpu import measure_link
 from tiermem.tools.bench.small_training import PHASES, clock_of, timed
 from tiermem.tools.launcher import Job, compute_of
 from tiermem.tools.machine import available_bytes
@@ -499,6 +500,7 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured 
     rates = Rates(
         disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
         disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
+        link_bytes_s=measure_link(find_device()) or Rates.link_bytes_s,
         kernel_bytes_s=measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)),
         gradient_bytes_s=maths.gradient_bytes_s,
         sum_bytes_s=measure_sums(),

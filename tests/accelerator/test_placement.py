@@ -76,7 +76,9 @@ def test_resident_weights_leave_the_device_and_come_back_as_they_were(sim: Modul
     for step in range(2):
         train_engine(engine, [step])
         before = [param.cpu() for param in engine.module.parameters()]
+        weights, reserved = sum(each.nbytes for each in before), sim.memory_reserved("sim")
         engine.offload_states()
+        assert sim.memory_reserved("sim") <= reserved - weights  # the driver has it again, for other processes
         assert not any(live.is_present for live in engine.shards.units)
         engine.reload_states()
         assert all(live.is_present for live in engine.shards.units)
@@ -84,6 +86,40 @@ def test_resident_weights_leave_the_device_and_come_back_as_they_were(sim: Modul
     with pytest.raises(RuntimeError, match="cannot go from PRESENT to PRESENT"):
         engine.shards.values.keep_present(engine.shards.units[0])
     engine.close()
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by"
+
+
+@pytest.mark.parametrize(("said", "is_hidden"), [(TOO_OLD, False), (TOO_OLD, True), ("Found no NVIDIA driver", False)])
+def test_a_driver_that_is_too_old_is_an_error_and_no_training_on_the_cpu(
+    said: str, is_hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch for CUDA on a machine whose driver it refuses, as torch says it, whether "cuda" was asked for or nothing."""
+
+    def init() -> None:
+        raise RuntimeError(said)
+
+    def found(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if is_hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST)
+    is_fault = said == TOO_OLD and not is_hidden
+    if is_fault:
+        with pytest.raises(
+            ValueError, match=r"too old \(found version 11040\) for torch .*\. Update the driver, .*'cpu'"
+        ):
+            tiermem.shard(seeded(Tower), policy)
+    with pytest.raises(ValueError, match="too old" if is_fault else "has no accelerator\\. Name"):
+        tiermem.shard(seeded(Tower), policy, device="cuda")
+    with tiermem.shard(seeded(Tower), policy, device="cpu" if is_fault else None) as shards:
+        assert shards.device == torch.device("cpu")
 
 
 def test_a_model_stays_on_the_cpu_when_that_is_asked_for(sim: ModuleType, policy: OffloadPolicy) -> None:

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("_tiermem_native")
 
-from on_simulated import environment
+from on_simulated import environment, python
 
 from tiermem.tools.bench import gpu
 from tiermem.tools.bench.small_training import SAME, compare
@@ -64,6 +64,22 @@ def test_it_runs_whole_on_the_simulated_device(tmp_path: Path) -> None:
     ):
         assert words in done.stdout
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu.json"]
+
+
+MEASURED = """
+from tiermem.swap.accelerator import find_device
+from tiermem.tools.bench.gpu import measure_link
+import torch
+device, module = find_device(), torch.get_device_module("sim")
+print(measure_link(torch.device("cpu")), measure_link(device, 1 << 20, 0.001) > 1e6, module.copies()["num_pageable"])
+print(module.copies()["to_device_bytes"] == module.copies()["to_host_bytes"] > 0, module.registered())
+"""
+
+
+def test_the_link_is_measured_with_pinned_copies_both_ways() -> None:
+    """Of the simulated device; nothing stays pinned, and a CPU has no link."""
+    said = python("-c", MEASURED).splitlines()
+    assert said[0] == "None True 0" and said[1].startswith("True") and "num_bytes=0" in said[1], said
 
 
 def test_a_machine_without_an_accelerator_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:

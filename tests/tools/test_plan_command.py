@@ -279,6 +279,15 @@ def test_this_machine_is_measured_when_no_speed_is_given(files: Path) -> None:
     assert "computing: a few of the model's blocks, trained for a moment on this machine" in said
 
 
+def test_the_link_is_given_measured_or_assumed(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: dict[str, Any] = {"gpu_bytes": 24 << 30}
+    assert "GPU: 25 GB/s each way, assumed: give --link" in run(files, **fields)[1]
+    assert "GPU: 11 GB/s each way, by --link" in run(files, link_bytes_s=11e9, **fields)[1]
+    monkeypatch.setattr("tiermem.tools.plan.measure_link", lambda device: 13.24e9)
+    assert "GPU: 13.2 GB/s each way, measured here with pinned memory" in run(files, **fields)[1]
+    assert "GPU: 11 GB/s each way, by --link" in run(files, link_bytes_s=11e9, **fields)[1]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -17,7 +17,7 @@ from tiermem.config.io import OffloadDevice, OffloadState
 from tiermem.config.optimizer import BatchSizes
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.rules import LossScaler
-from tiermem.swap.accelerator import current_stream, is_accelerator, new_event
+from tiermem.swap.accelerator import current_stream, give_back_cached, is_accelerator, new_event
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit_state import LiveUnit
@@ -265,6 +265,8 @@ def _seconds(start: _Moment, end: _Moment) -> float:
 #                                         memory too, and the model cannot run until reload_states. On a CPU resident
 #                                         units lie in their home and stay
 #
+# What torch's allocator then has cached goes back to the driver, where the other program can take it.
+#
 # The home of a state does not change during a run. States that must also leave host memory need NVMe as their home
 # (`offload_optimizer`, `offload_param`).
 
@@ -303,6 +305,7 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit]:
     away = [live for live in away if is_accelerator(shards.device) and live.is_present]
     for live in away:
         live.drop()
+    give_back_cached(shards.device)
     return away
 
 

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import torch
 
 from tiermem.swap import accelerator
-from tiermem.swap.accelerator import PageLock, new_stream, on
+from tiermem.swap.accelerator import PageLock, is_accelerator, new_stream, on
 from tiermem.swap.arena import HUGE_BYTES, Arena
 from tiermem.swap.native import choose_isa
 from tiermem.swap.ranges import ByteRange, round_up
@@ -85,6 +85,20 @@ def measure_copies(device: torch.device, most: int, least_s: float) -> list[dict
                     rate = _rate(copies, size, least_s)
                     rates.append({"num_bytes": size, "direction": direction, "is_pinned": is_fast, "bytes_s": rate})
     return rates
+
+
+def measure_link(device: torch.device, num_bytes: int = 16 << 20, least_s: float = 0.05) -> float | None:
+    """Bytes per second each way of an accelerator's link, while pinned memory is copied both ways at once, as training does.
+
+    None for the CPU. Blocks for about `least_s` seconds or more; takes `num_bytes` of memory twice on either side.
+    """
+    if not is_accelerator(device):
+        return None
+    with _pinned(device, num_bytes) as (here, _):
+        there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        torch.accelerator.synchronize(device)
+        copies = [(new_stream(device), there[0], here[0]), (new_stream(device), here[1], there[1])]
+        return _rate(copies, num_bytes, least_s) / 2
 
 
 def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> dict[str, Any]:
