@@ -92,6 +92,7 @@ def main() -> None:
         unit_buffers=2,
         durability="none",
     )
+    torch.manual_seed(0)
     model = build(policy)
     end("build")
     with tiermem.shard(model, policy) as shards:

@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("lightning")
 
 from launch import launch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_trainings import MODULES, NUM_STEPS, Boring, built, fit, strategy_of, with_and_without_break
 from twins import assert_same_tensors
 
@@ -81,6 +82,45 @@ def test_a_trained_module_is_tested_saved_again_and_given_back(plain: Any, tmp_p
     tester.test(other, ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert_same_tensors(dict(other.state_dict()), found["weights"])
     alone.close()
+
+
+class Validated(Callback):
+    """The losses of validation, and a number that ModelCheckpoint compares."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["x"]))
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        module.log("step_number", float(trainer.global_step))
+
+
+def test_callbacks_keep_and_remove_checkpoints_and_validation_runs_in_fit(tmp_path: Path) -> None:
+    found = {}
+    for word in ("plain", "ours"):
+        strategy: Any = strategy_of(tmp_path) if word == "ours" else "auto"
+        keeper = ModelCheckpoint(
+            tmp_path / word, "{step}", "step_number", save_last=True, save_top_k=2, mode="max", every_n_train_steps=1
+        )
+        validated = Validated()
+        trainer = Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_steps=6, max_epochs=9, callbacks=[validated, keeper],
+            logger=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=2,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(built("boring", 2))
+        found[word] = sorted(each.name for each in (tmp_path / word).iterdir()), len(validated.losses), validated.losses
+        if word == "ours":
+            strategy.close()
+            other, again = built("boring", 1), strategy_of(tmp_path)
+            Trainer(accelerator="cpu", strategy=again, logger=False, enable_progress_bar=False).validate(
+                other, ckpt_path=keeper.best_model_path, verbose=False
+            )
+            again.close()
+    assert found["ours"][:2] == found["plain"][:2] == (["last.ckpt", "step=5.ckpt", "step=6.ckpt"], 6)
+    assert found["ours"][2] == pytest.approx(found["plain"][2], rel=1e-5)
 
 
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def test_lora_on_a_base_of_7_billion_in_nf4_trains_under_4_gib(tmp_path: Path) -
     found = run_capped("lora", tmp_path, "capped_lora.py", 4 << 30)
     assert found["numel"] > 6.7e9
     assert found["at rest"] == pytest.approx(found["numel"] * 4.5 / 8, rel=0.001)
-    assert found["read"][1:] == [found["planned"]] * 2
+    ahead = (32000 * 4096 + 4 * 4096**2 + 3 * 4096 * 11008) * 9 // 16  # embedding and layer 0, for the next forward
+    assert found["read"] == [found["planned"] + ahead, found["planned"], found["planned"]]
     assert found["losses"][2] < found["losses"][1] < found["losses"][0]
 
 

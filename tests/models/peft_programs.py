@@ -31,6 +31,8 @@ def adapted(**fields: Any) -> Any:
 
 
 NUM_STEPS = 10
+HOMES = ["host", "nvme"]
+"""The homes of weights and states under which every program runs on ranks; in one process also "device"."""
 
 
 def train(face: Face, model: Any) -> Found:

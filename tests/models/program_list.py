@@ -21,9 +21,10 @@ PROGRAMS: dict[str, Program] = {
     **transformers_programs.PROGRAMS,
 }
 HOMES = {"device": Tier.DEVICE, "nvme": Tier.NVME}
+TIERS = {"host": Tier.HOST, **HOMES}
 
 
 def policy_of(home: str, nvme: Path) -> OffloadPolicy:
     """Parameters and optimizer states at a home; only what is tiny stays gathered."""
-    tier = HOMES[home]
+    tier = TIERS[home]
     return OffloadPolicy(params=tier, optim=tier, paths=[nvme], persistence_numel=20, timeout_s=60)

@@ -16,15 +16,16 @@ from program_list import HOMES, PROGRAMS, policy_of
 
 
 def main() -> None:
-    programs = PROGRAMS | compiled_programs.PROGRAMS
+    programs, homes = PROGRAMS | compiled_programs.PROGRAMS, list(HOMES)
     with as_rank() as (_, out, (nvme, *names)):
         if names[0] == "peft":
-            programs, names = importlib.import_module("peft_programs").PROGRAMS, names[1:]
+            of_peft, names = importlib.import_module("peft_programs"), names[1:]
+            programs, homes = of_peft.PROGRAMS, of_peft.HOMES
         found: dict[tuple[str, str], list[str]] = {}
         for name in names:
             print("running", name, flush=True)  # seen when a rank fails
             expected = run(programs[name], Plain())
-            for home in HOMES:
+            for home in homes:
                 found[name, home] = compare(run(programs[name], Sharded(policy_of(home, Path(nvme)))), expected)
         torch.save(found, out)
 

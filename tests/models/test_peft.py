@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 from faces import Plain, Sharded, compare, run
 from launch import launch
-from program_list import HOMES, policy_of
+from program_list import TIERS, policy_of
 
 pytest.importorskip("peft")
 
-from peft_programs import PROGRAMS, adapted
+from peft_programs import HOMES, PROGRAMS, adapted, train_all
 
 import tiermem
+from tiermem import OffloadPolicy, Tier
 
 HERE = Path(__file__).parent
 TELLING = ["lora", "dora_on_nf4", "adapters_added_after_sharding", "merged_and_unloaded"]
 OTHERS = [name for name in PROGRAMS if name not in TELLING]
-EVERY = [(name, home) for name in PROGRAMS for home in HOMES]
-FEW = {(name, home) for name, home in EVERY if name in TELLING or home == "nvme"}
+EVERY = [(name, home) for name in PROGRAMS for home in TIERS]
+FEW = {(name, home) for name, home in EVERY if home == "nvme" or (name in TELLING and home in HOMES)}
 Differences = dict[tuple[str, str], list[str]]
 
 
@@ -70,3 +71,18 @@ def test_merging_by_peft_alone_is_refused_with_the_alternative(tmp_path: Path) -
         pytest.raises(RuntimeError, match=r"Write under tiermem.zero.GatheredParameters\(parameter, modifier_rank=0\)"),
     ):
         model.merge_and_unload()
+
+
+def test_adapters_and_their_states_stay_in_memory_beside_a_base_on_nvme(tmp_path: Path) -> None:
+    model = adapted(target_modules="all-linear")  # their matrices have at most 264 elements, those of the base 1,024
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.HOST, paths=[tmp_path], persistence_numel=300, frozen_quant_type="nf4"
+    )
+    with tiermem.shard(model, policy) as shards:
+        found = {shard.name: live.unit for live, shard in shards.parameters()}
+        assert {unit.is_packed for name, unit in found.items() if "_proj.base_layer" in name} == {True}
+        assert {unit.is_resident for name, unit in found.items() if "lora_" in name} == {True}
+        written = shards.store.stats().nvme_written_bytes
+        assert written > 0
+        train_all(Sharded(policy), model, range(3))
+        assert shards.store.stats().nvme_written_bytes == written

@@ -169,3 +169,30 @@ def test_freezing_and_unfreezing_after_sharding(home: str, tmp_path: Path) -> No
     assert found[0][:2] == found[1][:2]
     assert found[0][1]
     assert_same_tensors(found[0][2], found[1][2])
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_what_was_frozen_when_the_model_was_sharded_is_trained_after_a_checkpoint(home: str, tmp_path: Path) -> None:
+    """The model is sharded again with other parameters trained: first more of them, then fewer."""
+    found = []
+    for is_sharded in (True, False):
+        model, losses, shards, optim = seeded(Tower), [], None, tiermem.AdamW([torch.zeros(1)])
+        for part, is_trained in enumerate((False, True, False)):
+            if is_sharded:
+                model = seeded(Tower, seed=part)
+            model.layers[1].requires_grad_(is_trained)
+            model.embed.requires_grad_(is_trained)
+            if is_sharded:
+                shards = sharded(model, home, tmp_path)
+            if is_sharded or not part:
+                optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            if shards is not None and part:
+                tiermem.checkpoint.load(shards, optim, tmp_path / "saved")
+            losses += train_steps(model, optim, range(3 * part, 3 * part + 3))
+            if shards is not None:
+                tiermem.checkpoint.save(shards, optim, tmp_path / "saved")
+                weights = dict(model.state_dict())
+                shards.close()
+        found.append((losses, weights if is_sharded else dict(model.state_dict())))
+    assert found[0][0] == found[1][0]
+    assert_same_tensors(found[0][1], found[1][1])

@@ -328,7 +328,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 if not live.unit.is_trainable and shard.param.grad is not None:
                     raise RuntimeError(
                         f"{shard.name} was frozen when the model was sharded (or all were, for inference), so it has no "
-                        "states: set requires_grad before sharding"
+                        "states: set requires_grad before sharding; a model that is sharded so opens this one's checkpoint"
                     )
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
