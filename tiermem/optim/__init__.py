@@ -6,7 +6,9 @@ Files in order; each imports only files before it:
     tile         a range of one unit's states that is read, stepped and written as one
     tile_step    a pass over tiles: the bytes to read and write, the work in a buffer
     tiles        all tiles of a sharded model
-    ordinary     states of ordinary parameters
+    local        this rank's part of an ordinary parameter: the whole, or a DTensor's shard
+    ordinary     states of ordinary parameters, as tensors beside them
+    resting      states of ordinary parameters that rest on a tier
     sharded      the whole step of a sharded model
     base         one torch optimizer for sharded and ordinary parameters
     classes      Adam, AdamW, Adagrad, Lion, SGD, Muon: torch's arguments and checks
