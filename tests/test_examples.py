@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,11 +64,14 @@ def test_example_is_short_and_says_what_it_is(example: Path) -> None:
     assert "params=Tier.NVME" not in source or "persistence_numel=" in source
 
 
-@pytest.mark.parametrize("example", named("plain_loop", "nvme_inference"), ids=lambda file: file.stem)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda file: file.stem)
 def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs(example)
     monkeypatch.chdir(tmp_path)
-    done = fork_server.run([str(example)], 120.0, OMP_NUM_THREADS="1")
+    if example.stem != "accelerate_loop":
+        done = fork_server.run([str(example)], 120.0, OMP_NUM_THREADS="1")
+    else:  # nothing in it closes the model: the folder on NVMe goes at exit, for which the fork server does not wait
+        done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert SAID[example.stem] in done.stdout
 
