@@ -22,7 +22,7 @@ ADDED = {
     "compute precision, vector kernels, memory nodes, answers to wrong commands": (4, 862),
     "many small states in fewer passes, the peak of zero.Init": (0, 144),
     "views of weights that have gone": (0, 23),
-    "a step on the device, whole or in part; what the host's plan counts": (2, 203),
+    "a step on the device, whole or in part; what the host's plan counts": (2, 197),
     "PEFT's adapters, frozen weights in int8 and nf4 blocks": (1, 197),
     "optimizers for ordinary parameters and DTensors, averages, exports, Lightning": (4, 1092),
     "TensorBoard, what limits a step, the parity report": (1, 313),

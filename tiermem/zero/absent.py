@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tiermem.zero import registry
+from tiermem.zero.unit import InPlaceOf
 
 # ---- the attributes of a partitioned parameter -----------------------------------------------------------------------
 #
@@ -298,8 +299,9 @@ def _call_lent(func: Any, lent: Sequence[nn.Parameter], *args: Any, **kwargs: An
     def make(view: RestingView) -> torch.Tensor:
         value = view.make()
         made.append(value if view.requires_grad else value.detach())
+        # Reentrant checkpointing detaches each argument, and passes the gradient of such a leaf to the argument.
         if view.requires_grad and view.grad_fn is None and not value.requires_grad:
-            made[-1] = cast(Any, _InPlaceOf).apply(view, value)
+            made[-1] = cast(Any, InPlaceOf).apply(view, value)
         return made[-1]
 
     if any(isinstance(each, RestingView) for each in _flat([*args, *kwargs.values()])):
@@ -310,19 +312,6 @@ def _call_lent(func: Any, lent: Sequence[nn.Parameter], *args: Any, **kwargs: An
     if [each._version for each in watched] != before:
         _refuse_write(getattr(func, "__name__", "this call"), lent[0])
     return output
-
-
-class _InPlaceOf(torch.autograd.Function):
-    """Values in place of a view that is a leaf, which gets their gradient. Reentrant checkpointing makes such leaves: of each
-    argument it detaches one, and passes the gradient of that to the argument."""
-
-    @staticmethod
-    def forward(ctx: Any, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
 
 
 def _under(values: Iterable[Any]) -> list[nn.Parameter]:

@@ -104,7 +104,7 @@ class _Islands:
         own = {name: p for name, p in module.named_parameters(recurse=False) if p in self._lowered}
         self._replaced[module] = own
         for name, param in own.items():
-            module._parameters[name] = cast(Any, _AsItRests).apply(param, whole(param).to(self._device))
+            module._parameters[name] = cast(Any, InPlaceOf).apply(param, whole(param).to(self._device))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After forward, also one that raised: restores the parameters."""
@@ -123,11 +123,11 @@ class _Islands:
             )
 
 
-class _AsItRests(torch.autograd.Function):
-    """Gives another value for a parameter, and passes the value's gradient to the parameter."""
+class InPlaceOf(torch.autograd.Function):
+    """Gives a value in place of a tensor, and passes the value's gradient to the tensor."""
 
     @staticmethod
-    def forward(ctx: Any, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value
 
     @staticmethod
