@@ -7,7 +7,8 @@
 #   make native-test  floor 0 under sanitizers  make lint    what CI checks before it tests
 #   make native-test-arm   floor 0's arithmetic for aarch64, under qemu: the bits that x86-64 recorded. ARM_TESTS chooses
 #                     among its tests. Needs Debian's g++-aarch64-linux-gnu and qemu-user
-#   make gpu          what to run first on a GPU: its link, its tests, a small training; build/gpu.json and one table.
+#   make gpu          what to run first on a GPU: its link, its tests, small trainings watched and traced, an 8B shape beside
+#                     peers; build/gpu.json, build/gpu.png and one table. GPU_OPTIONS="--part ..." chooses (docs/gpu.md).
 #                     On a bare machine, with packages and the native module in PYTHONPATH: make gpu GPU_PYTHON=python3
 #   make docs        the site, in build/site: without internet once its packages are installed, without warnings
 #   make report       docs/parity.md: what was tried on this machine and commit, and what was seen. Takes minutes
@@ -62,14 +63,16 @@ lint: .venv/.installed .venv/.tools
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_CODE)
 	$(BIN)/codespell
 
+THREADED := queue queue_options latency faults gradient checksum program
+SPACE := $() $()
 # AddressSanitizer and UndefinedBehaviorSanitizer over everything, ThreadSanitizer over what has threads of its own.
 native-test: .venv/.tools
 	$(CMAKE) -S native -B build/asan -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON -DTIERMEM_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/asan
 	$(BIN)/ctest --test-dir build/asan --output-on-failure
 	$(CMAKE) -S native -B build/tsan -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON -DTIERMEM_SANITIZE=thread
-	$(BIN)/cmake --build build/tsan
-	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R "queue|latency|faults|gradient|checksum"
+	$(BIN)/cmake --build build/tsan --target $(THREADED:%=test_%)
+	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R "^($(subst $(SPACE),|,$(THREADED)))$$"
 
 # What is there of the machine's own (threads, disks) is not tested under an emulator.
 ARM_TESTS ?= workers|parts|blocks|rounding|optimizer|gradient|checksum

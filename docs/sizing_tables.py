@@ -104,20 +104,16 @@ class Cell(NamedTuple):
     """What a table shows of a plan."""
 
     tokens_per_s: float
-    bound: str
+    limited_by: str
 
     def __str__(self) -> str:
         return f"{self.tokens_per_s:,.0f}" if self.tokens_per_s >= 10 else f"{self.tokens_per_s:.1f}"
 
 
 def cell(machine: Machine, model: str, states: str) -> Cell | None:
-    """Tokens a second and what bounds most of the step; None for a model that does not fit."""
+    """Tokens a second and what limits an iteration; None for a model that does not fit."""
     planned = best(machine, model, states)
-    if planned is None:
-        return None
-    seconds, forecast = planned.forecast.seconds, planned.forecast
-    slowest = max(seconds, key=lambda phase: seconds[phase])
-    return Cell(planned.tokens_per_s, forecast.bound_of(slowest))
+    return None if planned is None else Cell(planned.tokens_per_s, planned.forecast.limited_by)
 
 
 Figures = dict[tuple[str, Machine], dict[str, Cell | None]]
@@ -138,8 +134,6 @@ def figures() -> Figures:
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
-LANES = {"maths": "computing", "kernels": "CPU kernels", "link up": "link", "link down": "link"}
-
 
 def largest_table(found: Figures) -> Iterator[str]:
     """A row for each machine: the largest model that fits, exact and with compact states, and its speed."""
@@ -159,12 +153,8 @@ def matrix(found: Figures, states: str) -> Iterator[str]:
     yield "|---" * (len(MODELS) + 1) + "|"
     for machine in MACHINES:
         row = found[states, machine]
-        cells = ["does not fit" if each is None else f"{each} ({words_of(each.bound)})" for each in row.values()]
+        cells = ["does not fit" if each is None else f"{each} ({each.limited_by})" for each in row.values()]
         yield f"| {machine.words} | {' | '.join(cells)} |"
-
-
-def words_of(lane: str) -> str:
-    return LANES.get(lane, "disk" if lane.startswith("disk") else lane)
 
 
 HEAD = """<!-- Written by `python docs/sizing_tables.py`. Do not edit it. -->
@@ -195,8 +185,8 @@ MIDDLE = f"""
 
 ## Every model on every machine
 
-The word in brackets is what the slowest phase of a step waits for: computing, the link to the GPU, the disk, or the CPU's
-kernels, which step the states. A larger step hides more of the link and of the disk.
+The word in brackets is what an iteration uses longest: compute, the link to the GPU, the disk, or the CPU's kernels, which
+step the states. A step goes on under the next forward, and a larger one hides more of the link and of the disk.
 """
 
 

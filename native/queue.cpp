@@ -60,6 +60,8 @@ void tm_tag_answer_if_ended(tm_queue *q, tm_tag *tag, int64_t now) {
     if (--q->num_open_tags == 0)
         q->counters.wanted_ns += now - q->wanted_since_ns;
     q->has_news |= q->num_waiters > 0;
+    if (tag->bell)
+        tag->bell->ring();
 }
 
 bool tm_tag_drop_waiting(tm_queue *q, tm_tag *tag) {
@@ -121,7 +123,8 @@ static bool starts_run(const tm_op *ops, uint32_t i) { return i == 0 || ops[i].t
 
 // May throw bad_alloc. Nothing is in the lists yet, so the tags can be taken out again. A tag is looked up once for
 // each run of ops that carry it.
-static int add_tags(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr<tm_waiting[]> &waiting) {
+static int add_tags(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr<tm_waiting[]> &waiting,
+                    tm_bell *bell) {
     const int64_t now = tm_now_ns();
     const bool is_first = q->num_open_tags == 0;
     tm_tag *tag = nullptr;
@@ -130,6 +133,7 @@ static int add_tags(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared
             tag = &q->tags[ops[i].tag];
             if (!tag->ops) {
                 tag->ops = waiting;
+                tag->bell = bell;
                 tag->answer.submitted_ns = now;
                 ++q->num_open_tags;
             } else if (tag->ops != waiting) {
@@ -153,7 +157,8 @@ static void remove_tags(tm_queue *q, const tm_op *ops, uint32_t n, const std::sh
     }
 }
 
-static int take(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr<tm_waiting[]> &waiting) {
+static int take(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr<tm_waiting[]> &waiting,
+                tm_bell *bell) {
     std::lock_guard<std::mutex> lock(q->mutex);
     if (q->is_closing)
         return -ESHUTDOWN;
@@ -161,7 +166,7 @@ static int take(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr
         return -q->failure;
     int answer;
     try {
-        answer = add_tags(q, ops, n, waiting);
+        answer = add_tags(q, ops, n, waiting, bell);
     } catch (...) {
         answer = -ENOMEM;
     }
@@ -178,7 +183,7 @@ static int take(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr
     return 0;
 }
 
-int tm_queue_submit(tm_queue *queue, const tm_op *ops, uint32_t n) {
+int tm_queue_submit_ringing(tm_queue *queue, const tm_op *ops, uint32_t n, tm_bell *bell) {
     if (!queue || (n > 0 && !ops))
         return -EINVAL;
     if (queue->owner != getpid())
@@ -194,7 +199,11 @@ int tm_queue_submit(tm_queue *queue, const tm_op *ops, uint32_t n) {
     }
     for (uint32_t i = 0; i < n; ++i)
         waiting[i] = waiting_of(ops[i]);
-    return take(queue, ops, n, waiting);
+    return take(queue, ops, n, waiting, bell);
+}
+
+int tm_queue_submit(tm_queue *queue, const tm_op *ops, uint32_t n) {
+    return tm_queue_submit_ringing(queue, ops, n, nullptr);
 }
 
 // ---- wait, promote, cancel ----------------------------------------------------------------------

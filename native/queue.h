@@ -23,6 +23,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bell.h"
 #include "engine.h"
 #include "latency.h"
 #include "tiermem.h"
@@ -46,6 +47,7 @@ struct tm_tag {
     uint32_t num_flying = 0;                      // slots
     bool is_cancelled = false;
     bool is_answered = false;
+    tm_bell *bell = nullptr; // rung when the tag is answered
     tm_answer answer = {};
 };
 

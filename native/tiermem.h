@@ -11,6 +11,7 @@
  *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_blocks_unpack · tm_blocks_pack · tm_gradient_store
  *            tm_isa_choose
  *   checksum tm_crc32c · tm_crc32c_combine · tm_crc32c_join
+ *   program  tm_program_open · _begin · _run · _add · _next · _done · _wait · _take · _quiet · _stop · _report · _close
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
  * declarations only.
@@ -386,6 +387,161 @@ uint32_t tm_crc32c_combine(uint32_t a, uint32_t b, uint64_t b_bytes);
  * length of each; 0 for none. `first` holds n + 1 numbers, ascending. -EINVAL: a missing pointer, numbers that descend.
  */
 int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, const uint64_t *bytes, uint32_t *joined);
+
+/* ---- program: an optimizer step over tiles that are read, checked, stepped, summed and written -------- */
+
+/* A program steps tiles through a fixed number of buffers. It has a thread of its own, which starts transfers in queues
+ * and runs kernels. A tile goes through
+ *
+ *     waiting -> reading -> checked -> stepped -> summed -> writing -> ended
+ *                              |          ^
+ *                              +- called -+        the work of this tile is not native: a caller of tm_program_next
+ * does it; or it brings bytes from elsewhere, and the step follows
+ *
+ *     read     as many tiles ahead as buffers are free, in the order of the tiles; tiles of an urgent unit first
+ *     check    compares CRC-32Cs of what was read; a difference ends the run
+ *     step     one tile at a time, the first in order that has been read, urgent ones first: tm_optimizer_step for each
+ * of its parts; then its weights are copied to where tm_program_take asked for them sum      stores the CRC-32Cs of
+ * what is about to be written write    in the background of the next tiles; its end frees the buffer
+ *
+ * The transfers of one tile never overlap each other; two tiles of a run share no byte. Each address that lies in the
+ * first buffer means the same place in the buffer that the tile gets. A tile without transfers needs no buffer, unless
+ * a caller brings bytes to it.
+ *
+ * After a failure no further tile is read or stepped, reads under way are cancelled, and writes end. The first failure
+ * is kept. A failure of a tile says nothing about tiles that have ended. */
+typedef struct tm_program tm_program;
+
+typedef struct tm_transfer {
+    tm_queue *queue; /* stays open until the run, or the reads of tm_program_begin, have ended */
+    void *buffer;
+    uint64_t length;
+    uint64_t offset;
+    int32_t fd;
+    int32_t reserved;
+} tm_transfer;
+
+/* Bytes with a checksum. To check: they have *crc. To sum: *crc becomes theirs, and *is_known 1. */
+typedef struct tm_piece {
+    void *data;
+    uint64_t bytes;
+    uint32_t *crc;
+    uint8_t *is_known; /* may be NULL */
+} tm_piece;
+
+enum tm_tile_flag {
+    TM_TILE_CALLED = 1, /* its work is done by a caller of tm_program_next; steps are then not looked at */
+    TM_TILE_BEGUN = 2,  /* tm_program_begin has been given its reads and checks; those given now come in addition */
+    TM_TILE_BROUGHT = 4 /* a caller of tm_program_next brings what else its steps read; they follow. It has a buffer */
+};
+
+typedef struct tm_tile {
+    uint64_t key;  /* the same in tm_program_begin and tm_program_run; unique among the tiles of a run */
+    uint32_t unit; /* whom it belongs to, for tm_program_wait */
+    uint32_t flags;
+    uint32_t num_reads;
+    uint32_t num_checks;
+    uint32_t num_steps;
+    uint32_t num_sums;
+    uint32_t num_writes;
+    uint32_t reserved;
+    const tm_transfer *reads;
+    const tm_piece *checks;
+    const tm_step *const *steps;
+    const tm_piece *sums;
+    const tm_transfer *writes;
+    void *weights; /* what tm_program_take copies; NULL: nothing */
+    uint64_t weight_bytes;
+} tm_tile;
+
+enum tm_run_flag {
+    TM_RUN_ONE_READ = 1,  /* a tile is read when the one before it has been stepped, instead of ahead */
+    TM_RUN_ONE_WRITE = 2, /* a tile is stepped when the one before it has been written */
+    TM_RUN_AWAITED = 4    /* a caller does nothing but wait: what the run waits for is urgent in its queue */
+};
+
+enum tm_stage { TM_STAGE_READ = 0, TM_STAGE_CHECK = 1, TM_STAGE_STEP = 2, TM_STAGE_WRITE = 3 };
+
+typedef struct tm_failure {
+    int32_t error; /* 0: none; else a positive errno. EBADMSG: bytes that were read differ from their checksum */
+    int32_t stage; /* enum tm_stage */
+    int32_t fd;    /* of a failed transfer: its first block that failed */
+    int32_t kind;
+    uint64_t offset;
+    uint64_t length;
+    uint64_t tile;  /* index in the run */
+    uint64_t piece; /* the first that differs, counted through what tm_program_begin and tm_program_run were given */
+    uint32_t seen;  /* its checksum */
+    uint32_t num_wrong; /* pieces of this tile that differ */
+} tm_failure;
+
+/* What became of a tile. CLOCK_MONOTONIC nanoseconds; 0: it did not come to that. */
+typedef struct tm_tile_times {
+    int64_t begun_ns[2];  /* the transfers of tm_program_begin: from the first block to the end of the last one */
+    int64_t read_ns[2];   /* those of tm_program_run */
+    int64_t waited_ns[2]; /* while the program had nothing to do but to wait for this tile's reads */
+    int64_t check_ns[2];
+    int64_t step_ns[2]; /* of kernels, or of the caller's work */
+    int64_t sum_ns[2];
+    int64_t write_ns[2];
+    uint64_t read_bytes;
+    uint64_t written_bytes; /* less than given: a write failed */
+    int32_t is_writing;     /* its write has been started */
+    int32_t is_ended;       /* stepped, and written if it had anything to write */
+} tm_tile_times;
+
+/* Starts the program's thread. `workers` (may be NULL) are shared with other kernels and outlive the program. */
+int tm_program_open(tm_workers *workers, tm_program **program);
+
+/* Starts to read tiles at TM_BACKGROUND, as many as there are buffers, before it is known how they are stepped. Only
+ * reads, checks and keys are looked at, and copied. -EBUSY: a run or an earlier begin is under way. */
+int tm_program_begin(tm_program *program, void *const *buffers, uint32_t num_buffers, uint64_t buffer_bytes,
+                     const tm_tile *tiles, uint32_t n);
+
+/* Starts a run of `total` tiles with the first n of them, and returns; everything given is copied. Continues an earlier
+ * begin: each tile of it is among these n, with TM_TILE_BEGUN, and the buffers are the same. `priority` is that of
+ * reads; writes are at TM_BACKGROUND. Memory that is pointed at (buffers, parts, checksums) stays until the run has
+ * ended. -EBUSY: a run is under way; -EINVAL; -ENOMEM; -ENOBUFS: tiles need buffers and none is given. */
+int tm_program_run(tm_program *program, void *const *buffers, uint32_t num_buffers, uint64_t buffer_bytes,
+                   const tm_tile *tiles, uint32_t n, uint32_t total, int32_t priority, uint32_t flags);
+
+/* Gives the run n more tiles while the earlier ones are stepped; it ends when `total` have ended. 1: the run has ended
+ * already, and they are dropped. Errors as above; the run then waits for others, or for tm_program_stop. */
+int tm_program_add(tm_program *program, const tm_tile *tiles, uint32_t n);
+
+/* Waits for a tile with TM_TILE_CALLED or TM_TILE_BROUGHT, at most timeout_ns (negative: for ever). 0: *tile (its
+ * index) and *buffer (the index of its buffer; -1: it has none) are the caller's until tm_program_done. 1: the run has
+ * ended. -ETIMEDOUT.
+ */
+int tm_program_next(tm_program *program, int64_t timeout_ns, uint64_t *tile, int32_t *buffer);
+
+/* Ends the work on a tile of tm_program_next. `error`: 0, or a positive errno; then the run ends as after a failure. */
+int tm_program_done(tm_program *program, uint64_t tile, int32_t error);
+
+/* Waits until every tile of a unit has been stepped, or with is_written has ended; unit < 0: every tile of the run.
+ * Makes the unit urgent unless timeout_ns is 0. 0: so it is, or the run has no such tile; 1: the run has ended before;
+ * -ETIMEDOUT. */
+int tm_program_wait(tm_program *program, int64_t unit, int32_t is_written, int64_t timeout_ns);
+
+/* Asks for a copy of a tile's new weights at `to` (weight_bytes of it), made when the tile is stepped, or at once while
+ * its buffer holds them. 1: it is or will be made, unless the run ends before; tm_program_wait tells when. 0: the
+ * buffer is in other use already, and the write has ended. NULL: takes the request back; on return nothing is copied to
+ * it any more. */
+int tm_program_take(tm_program *program, uint64_t tile, void *to);
+
+/* Waits until no transfer of the program is in a queue: of a run until it has ended, or until the tiles that it has
+ * been given have; of begun tiles until they are read. */
+int tm_program_quiet(tm_program *program);
+
+/* Ends a run early, as after a failure but without one, or drops what tm_program_begin has begun. Waits for the end. */
+int tm_program_stop(tm_program *program);
+
+/* Copies what became of the n tiles that the last run was given, and its failure. -EBUSY while it runs, unless `times`
+ * is NULL: then *failure alone is copied. */
+int tm_program_report(tm_program *program, tm_tile_times *times, uint64_t n, tm_failure *failure);
+
+/* Stops, and ends the thread. -EPIPE in a fork, where nothing is touched. */
+int tm_program_close(tm_program *program);
 
 /* BINDING ENDS */
 

@@ -23,6 +23,8 @@ Files in order: each imports only files before it.
     entry         one named tensor, its state machine, its extents, its frozen parts
     resources     a store's memory, files, queues and moves in flight
     store         TensorStore: put, fetch, release; byte ranges; freezes
-    pipeline      read | compute | write, tile by tile
+    tile_program  the binding of native step programs
+    run_read      a read of bytes that a step program changes
+    program       read | check | step | sum | write, tile by tile
     stream        files of other formats, moved through a few aligned buffers
 """

@@ -262,6 +262,7 @@ class PageLock:
         try:
             _register(self._device, slots[0].offset, size)
         except RuntimeError:
+            _forget_error(self._device)
             if len(slots) == 1:
                 raise
             half = len(slots) // 2
@@ -293,11 +294,20 @@ def _chunks(slots: Sequence[ByteRange]) -> list[list[ByteRange]]:
 def _register(device: torch.device, address: int, num_bytes: int) -> None:
     module = _module_of(device)
     if hasattr(module, "cudart"):
-        module.check_error(module.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+        runtime = module.cudart()
+        code = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
+        if int(code):  # torch's check_error knows the names of some errors only
+            raise RuntimeError(f"{runtime.cudaGetErrorString(code)} (error {int(code)})")
     elif hasattr(module, "host_register"):
         module.host_register(address, num_bytes)
     else:
         raise RuntimeError(f"{device.type} registers no host memory")
+
+
+def _forget_error(device: torch.device) -> None:
+    """Takes away the error that a refusal leaves in this thread: torch would raise it at the thread's next kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _unregister(device: torch.device, address: int) -> None:

@@ -7,7 +7,8 @@ the link slab is registered with the device's driver (pinned), so that those cop
 
     [ link slab: shards, buffers of shards | everything else: states, gradients, tiles ]
 
-    Arena   carves slots of any size, first fit; raises BudgetError with the arithmetic when a slot does not fit
+    Arena   carves slots of any size, first fit; raises BudgetError with the arithmetic when a slot does not fit. With
+            another budget (`renew`) it gives free pages back and carves from a new part of address space
     Pool    lends equal slots that it carved at once, before a run
 
 The arena knows no file and no tensor's name.
@@ -45,6 +46,46 @@ class Slot(NamedTuple):
         return self.tensor.numel()
 
 
+class _Part:
+    """Address space of an arena: the arena's offsets from `start` on. Pages below `committed` are resident."""
+
+    def __init__(self, start: int, num_bytes: int) -> None:
+        self.start = start
+        self.map = Map(num_bytes)
+        self.bytes = self.map.tensor()
+        self._committed = 0
+
+    @property
+    def stop(self) -> int:
+        """The arena's offset of its end."""
+        return self.start + self.map.num_bytes
+
+    @property
+    def committed(self) -> int:
+        """The arena's offset of the end of its resident pages."""
+        return self.start + self._committed
+
+    def address(self, offset: int) -> int:
+        """The address of an offset of the arena."""
+        return self.map.address + offset - self.start
+
+    def commit(self, stop: int) -> None:
+        """Makes all pages below an offset of the arena resident. Raises OSError."""
+        if stop > self.committed:
+            self.map.commit(self._committed, stop - self.committed)
+            self._committed = stop - self.start
+
+    def release(self, start: int, stop: int) -> None:
+        """Gives the resident pages between two offsets of the arena back to the kernel. Raises OSError."""
+        if (stop := min(stop, self.committed)) > start:
+            self.map.release(start - self.start, stop - start)
+
+    def close(self) -> None:
+        """Gives the memory back when the last tensor that refers to it is gone."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.map.close()
+
+
 class Arena:
     """Page-aligned HOST memory within one budget. Safe to call from several threads.
 
@@ -65,15 +106,11 @@ class Arena:
         self.limit_bytes = round_up(limit_bytes, PAGE_BYTES)
         self.peak_bytes = 0
         self.carved_bytes = 0
-        self._map = Map(self.limit_bytes)
-        self._bytes = self._map.tensor()
+        self._parts: list[_Part] = []  # ascending; carving goes low first, so that a part is resident from its start
         self._link_bytes = min(round_up(link_bytes, PAGE_BYTES), self.limit_bytes)
         self._link, self._free = FreeRanges(), FreeRanges()
-        if self._link_bytes:
-            self._link.add(0, self._link_bytes)
-        if self._link_bytes < self.limit_bytes:
-            self._free.add(self._link_bytes, self.limit_bytes - self._link_bytes)
-        self._committed = 0  # everything below is resident: carving goes low first
+        self._given_up = FreeRanges()  # without pages, and not carved again
+        self._add_part(_Part(0, self.limit_bytes), self._link_bytes)
         self._link_slots: dict[int, int] = {}  # bytes of each, by offset
         self._locks: list[PageLock] = []
         self._locked_bytes = 0  # of the link slab, from its start
@@ -82,13 +119,45 @@ class Arena:
         self._owner = os.getpid()
 
     @property
-    def region(self) -> ByteRange:
-        """The resident part, to be registered with the kernel's I/O."""
-        return ByteRange(self._map.address, self._committed)
+    def regions(self) -> list[ByteRange]:
+        """The resident ranges, to be registered with the kernel's I/O."""
+        found = []
+        for part in self._parts:
+            start = part.start
+            for first, last in [*self._given_up.ranges(), (part.committed, part.committed)]:
+                if part.start <= first <= part.committed:
+                    if first > start:
+                        found.append(ByteRange(part.address(start), first - start))
+                    start = last
+        return found
 
     def bind(self, node: int) -> None:
         """Prefers a memory node for what is carved from now on. Raises OSError where the kernel refuses."""
-        self._map.bind(node)
+        for part in self._parts:
+            part.map.bind(node)
+
+    def renew(self, limit_bytes: int, link_bytes: int = 0) -> None:
+        """Goes on with another budget, which counts what is carved. Slots keep their memory.
+
+        Free pages are given back, except pinned ones, and later slots are carved from new address space; so slots of any size
+        fit, whatever the free ranges were. No transfer may be in flight, and nothing registered with the kernel's I/O. Raises
+        OSError when the address space cannot be reserved; then nothing is changed.
+        """
+        limit_bytes = round_up(limit_bytes, PAGE_BYTES)
+        with self._lock:
+            link_bytes = min(round_up(link_bytes, PAGE_BYTES), limit_bytes)
+            linked = sum(self._link_slots.values())
+            due_link = max(0, link_bytes - linked)
+            due = due_link + max(0, limit_bytes - link_bytes - (self.carved_bytes - linked))
+            part = _Part(self._parts[-1].stop + PAGE_BYTES, due) if due else None  # the page between keeps ranges apart
+            self._give_up(self._free)
+            self._free = FreeRanges()
+            if not self._locks:
+                self._give_up(self._link)
+                self._link = FreeRanges()
+            self.limit_bytes, self._link_bytes = limit_bytes, link_bytes
+            if part is not None:
+                self._add_part(part, due_link)
 
     def take(self, num_bytes: int, what: str = "a slot", crosses_link: bool = False) -> Slot:
         """Carves a slot, content undefined. Raises BudgetError when no free range is long enough.
@@ -108,10 +177,9 @@ class Arena:
                     f"{what} needs {size} bytes of HOST memory; the budget is {self.limit_bytes}, "
                     f"{self.carved_bytes} are in use and the longest free range is {free.longest}"
                 )
+            part = self._part_of(offset)
             try:
-                if offset + size > self._committed:
-                    self._map.commit(self._committed, offset + size - self._committed)
-                    self._committed = offset + size
+                part.commit(offset + size)
             except BaseException:
                 free.add(offset, size)
                 raise
@@ -119,7 +187,8 @@ class Arena:
                 self._link_slots[offset] = size
             self.carved_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.carved_bytes)
-            return Slot(offset, self._bytes[offset : offset + num_bytes])
+            first = offset - part.start
+            return Slot(offset, part.bytes[first : first + num_bytes])
 
     def give_back(self, slot: Slot) -> None:
         """Frees a slot; its pages stay resident. Raises RuntimeError when the slot is given back twice."""
@@ -143,7 +212,9 @@ class Arena:
         with self._lock:
             slots = [slot for slot in sorted(self._link_slots.items()) if slot[0] >= self._locked_bytes]
             if slots:
-                self._locks.append(PageLock(device, [ByteRange(self._map.address + at, size) for at, size in slots]))
+                self._locks.append(
+                    PageLock(device, [ByteRange(self._part_of(at).address(at), size) for at, size in slots])
+                )
                 self._locked_bytes = sum(slots[-1])
 
     def close(self) -> None:
@@ -157,8 +228,28 @@ class Arena:
             self._is_closed = True
             while self._locks:
                 self._locks.pop().close()
-            self._bytes = torch.empty(0, dtype=torch.uint8)
-            self._map.close()
+            for part in self._parts:
+                part.close()
+
+    def _add_part(self, part: _Part, link_bytes: int) -> None:
+        """Makes a part free: the link slab first."""
+        self._parts.append(part)
+        if link_bytes:
+            self._link.add(part.start, link_bytes)
+        if link_bytes < part.map.num_bytes:
+            self._free.add(part.start + link_bytes, part.map.num_bytes - link_bytes)
+
+    def _part_of(self, offset: int) -> _Part:
+        """The part that holds an offset."""
+        return next(part for part in reversed(self._parts) if part.start <= offset)
+
+    def _give_up(self, free: FreeRanges) -> None:
+        """Gives the pages of free ranges back for good."""
+        for start, stop in free.ranges():
+            part = self._part_of(start)
+            part.release(start, stop)
+            if start < part.committed:
+                self._given_up.add(start, stop - start)
 
 
 class Pool:

@@ -32,6 +32,7 @@ from tiermem.swap.errors import DamagedEntry, Place
 from tiermem.swap.native import Op, Workers, crc32c_of
 from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import FileRange, Numbers
+from tiermem.swap.tile_program import NO_PIECES, PieceRows, piece_rows
 
 ROTATION = 16
 """With verify="sample", one in ROTATION reads of a piece is verified."""
@@ -133,6 +134,11 @@ class PieceTable:
         numbers: Numbers = inside.start + np.flatnonzero(chosen)
         return numbers
 
+    def rows(self, which: slice, base: int, crcs: Numbers, is_known: Numbers) -> PieceRows:
+        """These pieces for a program. base: the address at which the entry would begin; addresses of checksums and flags."""
+        starts, stops = self.pieces.starts[which], self.pieces.stops[which]
+        return piece_rows(base + starts, stops - starts, crcs, is_known)
+
     @contextlib.contextmanager
     def patching(self, offset: int, num_bytes: int) -> Iterator[None]:
         """Around writes that change nothing outside a range: pieces outside keep their checksums, those that it touches have
@@ -214,7 +220,7 @@ class Sums:
 
     def of_write(self, ranges: Iterable[Range]) -> list[Written]:
         """Sums what is about to be written, for `keep`. Needs no lock. Blocks."""
-        due = [(self._tables[entry], offset, data) for entry, offset, data in ranges if entry in self._tables]
+        due = self._tables_of(ranges)
         addresses, num_bytes, counts = [], [], []
         for table, offset, data in due:
             inside = table.inside(offset, data.numel())
@@ -256,35 +262,77 @@ class Sums:
 
         ops, files: the transfers, and what tells the files behind their descriptors, for the error.
         """
-        if self._verify == "resume":
-            return None
+        expected = self.due_of(ranges)
+        return functools.partial(self._check, expected, ops, files) if expected else None
+
+    def due_of(self, ranges: Iterable[Range]) -> Expected:
+        """The pieces that a read which starts now must bring, with their checksums."""
         expected = []
-        for entry, offset, data in ranges:
+        for entry, offset, data in ranges if self._verify != "resume" else ():
             table = self._tables.get(entry)
             if table is not None:
                 due = table.due(offset, data.numel(), rotates=self._verify == "sample")
                 if len(due):
                     expected.append(_Expected(entry, table.pieces, due, table.crcs[due], data.data_ptr() - offset))
-        return functools.partial(self._check, expected, ops, files) if expected else None
+        return expected
+
+    def rows_of(self, ranges: Iterable[Range]) -> tuple[PieceRows, list[object]]:
+        """The pieces inside ranges that a program writes, for it to sum; and the tables' arrays, which stay alive until then.
+
+        Pieces that a range cuts become unknown at once.
+        """
+        rows, keep = [NO_PIECES], list[object]()
+        for table, offset, data in self._tables_of(ranges):
+            inside, touching = table.inside(offset, data.numel()), table.touching(offset, data.numel())
+            if inside != touching:
+                table.is_known[touching] = False
+            numbers = np.arange(inside.start, inside.stop)
+            crcs, is_known = table.crcs.ctypes.data + 4 * numbers, table.is_known.ctypes.data + numbers
+            rows.append(table.rows(inside, data.data_ptr() - offset, crcs, is_known))
+            keep += [table.crcs, table.is_known]
+        return np.concatenate(rows), keep
+
+    def rows_apart(self, ranges: Iterable[Range]) -> tuple[PieceRows, list[Written]]:
+        """As `rows_of`, with checksums that are of use when they are given to `keep`; until then the tables do not change."""
+        rows, written = [NO_PIECES], list[Written]()
+        for table, offset, data in self._tables_of(ranges):
+            inside = table.inside(offset, data.numel())
+            crcs: Crcs = np.zeros(inside.stop - inside.start, np.uint32)
+            places = crcs.ctypes.data + 4 * np.arange(len(crcs))
+            rows.append(table.rows(inside, data.data_ptr() - offset, places, np.zeros(len(crcs), np.int64)))
+            written.append(Written(table, offset, data.numel(), crcs))
+        return np.concatenate(rows), written
+
+    def damage(
+        self, expected: Expected, number: int, seen: int, num_wrong: int, ops: Sequence[Op], files: Mapping[int, str]
+    ) -> DamagedEntry:
+        """The error for a piece of a read that is not what was written.
+
+        number: of the piece, through all that were expected; num_wrong: how many are wrong.
+        """
+        each = expected[0]
+        for each in expected:
+            if number < len(each.numbers):
+                break
+            number -= len(each.numbers)
+        start, length = int(each.starts[number]), int(each.num_bytes[number])
+        place = Place(each.entry, start, length, _in_files(each.base + start, length, ops, files))
+        piece, written = each.pieces.name(int(each.numbers[number])), int(each.crcs[number])
+        others = f"{num_wrong - 1} more pieces of this read are wrong as well. " if num_wrong > 1 else ""
+        return DamagedEntry(place, piece, written, seen, f"{others}{self._advice(place)}")
 
     def _check(
-        self, expected: Sequence[_Expected], ops: Sequence[Op], files: Callable[[], Mapping[int, str]]
+        self, expected: Expected, ops: Sequence[Op], files: Callable[[], Mapping[int, str]]
     ) -> DamagedEntry | None:
         """Sums what has come; an error for the first piece that is not what was written. Blocks; needs no lock."""
         seen = self._sum([each.base + each.starts for each in expected], [each.num_bytes for each in expected])
         wrong = np.flatnonzero(seen != np.concatenate([each.crcs for each in expected]))
         if not len(wrong):
             return None
-        number, each = int(wrong[0]), expected[0]
-        for each in expected:
-            if number < len(each.numbers):
-                break
-            number -= len(each.numbers)
-        start, length = int(each.starts[number]), int(each.num_bytes[number])
-        place = Place(each.entry, start, length, _in_files(each.base + start, length, ops, files()))
-        piece, written = each.pieces.name(int(each.numbers[number])), int(each.crcs[number])
-        others = f"{len(wrong) - 1} more pieces of this read are wrong as well. " if len(wrong) > 1 else ""
-        return DamagedEntry(place, piece, written, int(seen[wrong[0]]), f"{others}{self._advice(place)}")
+        return self.damage(expected, int(wrong[0]), int(seen[wrong[0]]), len(wrong), ops, files())
+
+    def _tables_of(self, ranges: Iterable[Range]) -> list[tuple[PieceTable, int, torch.Tensor]]:
+        return [(self._tables[entry], offset, data) for entry, offset, data in ranges if entry in self._tables]
 
     def _sum(self, addresses: Sequence[Numbers], num_bytes: Sequence[Numbers]) -> Crcs:
         """The checksums of what lies at these addresses, all at once."""
@@ -319,6 +367,15 @@ class _Expected(NamedTuple):
     @property
     def num_bytes(self) -> Numbers:
         return self.pieces.stops[self.numbers] - self.starts
+
+    def rows(self) -> PieceRows:
+        """The pieces for a program, which compares them with `crcs`."""
+        places = self.crcs.ctypes.data + 4 * np.arange(len(self.crcs))
+        return piece_rows(self.base + self.starts, self.num_bytes, places, np.zeros(len(places), np.int64))
+
+
+Expected = list[_Expected]
+"""The pieces that a read must bring, entry by entry."""
 
 
 def _in_files(address: int, num_bytes: int, ops: Sequence[Op], files: Mapping[int, str]) -> tuple[FileRange, ...]:

@@ -20,7 +20,7 @@ from tiermem.swap.arena import Slot
 from tiermem.swap.device_copy import DeviceCopy
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, Blocks, Op
+from tiermem.swap.native import READ, WRITE, Blocks, Op
 from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.tier import ALIGNMENT, Tier
 
@@ -49,6 +49,7 @@ class Slots:
 
         read      uses the current slot of each piece
         write     uses the current slot if no freeze holds it, else the lowest slot that no freeze holds; that becomes current
+        apart     a write that uses the lowest slot that is neither held nor current; it becomes current when its caller says so
         freeze    holds the current slot of every byte
         thaw      ends that freeze's holds
 
@@ -72,21 +73,20 @@ class Slots:
         """Returns the slots that a read of bytes [start, stop) uses, in order."""
         return _joined(SlotPart(*piece[:3]) for piece in self._within(start, stop))
 
-    def targets(self, start: int, stop: int) -> list[SlotPart]:
-        """Returns the slots that a write of bytes [start, stop) uses, and changes nothing. Raises NoSlotError."""
-        return _joined(SlotPart(piece.start, piece.stop, self._target(piece)) for piece in self._within(start, stop))
+    def targets(self, start: int, stop: int, is_apart: bool = False) -> list[SlotPart]:
+        """Returns the slots that a write of bytes [start, stop) uses, and changes nothing. Raises NoSlotError.
 
-    def write(self, start: int, stop: int) -> None:
-        """Makes the slots of `targets` current, once their write has started."""
-        touched = self._within(start, stop)
-        if all(self._target(piece) == piece.current and not piece.lost for piece in touched):
+        is_apart: the write must not overwrite the current slots either.
+        """
+        pieces = self._within(start, stop)
+        return _joined(SlotPart(piece.start, piece.stop, self._target(piece, is_apart)) for piece in pieces)
+
+    def write(self, part: SlotPart) -> None:
+        """Makes a slot of `targets` current, once its write has started. Freezes may have ended since `targets`."""
+        start, stop, slot = part
+        if all(piece.current == slot and not piece.lost for piece in self._within(start, stop)):
             return
-
-        def written(piece: _Piece) -> _Piece:
-            slot = self._target(piece)
-            return piece._replace(current=slot, lost=piece.lost - {slot})
-
-        self._change(start, stop, written)
+        self._change(start, stop, lambda piece: piece._replace(current=slot, lost=piece.lost - {slot}))
 
     def lose(self, part: SlotPart) -> None:
         """Marks the bytes of a failed write as lost in its slot."""
@@ -121,14 +121,16 @@ class Slots:
         """Returns the slots in which a freeze holds bytes."""
         return {slot for piece in self._pieces for _, slot in piece.holds}
 
-    def _target(self, piece: _Piece) -> int:
+    def _target(self, piece: _Piece, is_apart: bool) -> int:
         held = {slot for _, slot in piece.holds}
-        if piece.current not in held:
+        if piece.current not in held and not is_apart:
             return piece.current
+        held.add(piece.current)
         free = next((slot for slot in range(self.num_slots) if slot not in held), None)
         if free is None:
+            holders = "freezes and what is current" if is_apart else "freezes"
             raise NoSlotError(
-                f"bytes {piece.start} to {piece.stop} cannot be written: freezes hold all {self.num_slots} slots of them. "
+                f"bytes {piece.start} to {piece.stop} cannot be written: {holders} hold all {self.num_slots} slots of them. "
                 "Thaw one first, or open the store with more slots: num_slots is one more than the freezes held at a time"
             )
         return free
@@ -277,12 +279,12 @@ class NvmeHome:
         self.is_dropped = False
         self._files = files
 
-    def targets(self, start: int, stop: int) -> list[SlotPart]:
-        """Returns the slots that a write of bytes [start, stop) uses, and allocates their missing extents.
+    def targets(self, start: int, stop: int, is_apart: bool = False) -> list[SlotPart]:
+        """Returns the slots that a write of bytes [start, stop) uses, as `Slots`, and allocates their missing extents.
 
         Raises NoSlotError; OSError when there is no space, or a file was truncated.
         """
-        targets = self.slots.targets(start, stop)
+        targets = self.slots.targets(start, stop, is_apart)
         for slot in {part.slot for part in targets}:
             extent = self.extents[slot]
             if extent is None:
@@ -360,6 +362,44 @@ def _cut(starts: Numbers, offsets: Numbers, addresses: Numbers, block_bytes: int
         length = math.gcd(length, *(start - inside).tolist())
     parts = np.arange(0, block_bytes, length, dtype=np.int64)
     return (offsets[:, None] + parts).reshape(-1), (addresses[:, None] + parts).reshape(-1), length
+
+
+def reads_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]) -> list[Op]:
+    """The transfers that read byte ranges of entries on NVME into buffers. The caller holds the store's lock."""
+    return [op for name, offset, buffer in ranges for op in entries[name].reads(offset, buffer)]
+
+
+class WritePlan:
+    """A write of byte ranges: its transfers, and the slots that it goes to. The caller holds the store's lock.
+
+    Args:
+        entries: the store's entries.
+        ranges: the name of an entry on NVME, a byte offset in it, and the buffer to write.
+        is_apart: what rests there now stays readable until `begin`.
+
+    Raises ValueError, NoSlotError and OSError as `Entry.check_range` and `NvmeHome.targets`.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]], is_apart: bool = False
+    ) -> None:
+        self.ops: list[Op] = []
+        self.targets: list[tuple[NvmeHome, SlotPart]] = []
+        for name, offset, buffer in ranges:
+            home = entries[name].check_range(offset, buffer)
+            parts = home.targets(offset, offset + buffer.numel(), is_apart)
+            self.ops += home.ops(WRITE, parts, buffer.data_ptr() - offset)
+            self.targets += [(home, part) for part in parts]
+
+    def begin(self) -> None:
+        """Makes the slots current, when the write has started."""
+        for home, part in self.targets:
+            home.slots.write(part)
+
+    def lose(self) -> None:
+        """Marks the bytes as lost, when the write has failed."""
+        for home, part in self.targets:
+            home.slots.lose(part)
 
 
 def changing(targets: Sequence[tuple[NvmeHome, SlotPart]], name: str) -> contextlib.AbstractContextManager[None]:
@@ -527,11 +567,11 @@ class Entry:
             )
 
     def give_up(self) -> Slot | None:
-        """Drops the entry: frees its extents, and returns the slot of HOST memory that the store must free, if any."""
+        """Drops the entry: frees its extents, and returns the slot of memory that the store must free, if any."""
         slot, self.slot = self.slot, None
         if self.nvme is not None:
             self.nvme.drop()
-        return slot if self.owns_slot and self.home is not Tier.DEVICE else None
+        return slot if self.owns_slot else None
 
     def to_device(self, move: Move, device: torch.device) -> Move:
         """The copy on a device of a tensor that `move` brings to HOST memory; the move itself when its home is DEVICE."""

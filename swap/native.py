@@ -1,8 +1,8 @@
-"""The binding: the only Python file that uses `_tiermem_native`.
+"""The binding: the only Python file that imports `_tiermem_native`.
 
 It turns the C API of native/tiermem.h into three objects with a lifetime (Map, Queue, Workers) and functions that call kernels
-with tensors (parts.py describes the optimizer's). Here -errno becomes OSError, and a failed transfer becomes TransferError,
-which has path, offset and length. cffi releases the GIL during every call.
+with tensors (parts.py describes the optimizer's). tile_program.py does so for step programs. Here -errno becomes OSError, and a
+failed transfer becomes TransferError, which has path, offset and length. cffi releases the GIL during every call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from _tiermem_native import ffi, lib
+from _tiermem_native import ffi as ffi
+from _tiermem_native import lib as lib
 
 from tiermem.swap.errors import remedy
 from tiermem.swap.parts import (
@@ -54,8 +55,6 @@ _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
 _RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
 SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
 _DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
-_REFUSED = "the file system refuses this alignment or O_DIRECT"
-_CRC_ROWS = ("const void *const *", "const uint64_t *", "uint32_t *")
 _JOIN_ROWS = ("const uint64_t *", "const uint32_t *", "const uint64_t *", "uint32_t *")
 
 
@@ -63,7 +62,8 @@ class TransferError(OSError):
     """A failed transfer of a block, with errno, filename, offset, length and advice."""
 
     def __init__(self, code: int, kind: int, path: str, offset: int, length: int) -> None:
-        advice = _REFUSED if code == errno.EINVAL else remedy(code) or "see the kernel log"
+        refused = "the file system refuses this alignment or O_DIRECT"
+        advice = refused if code == errno.EINVAL else remedy(code) or "see the kernel log"
         what = f"{_VERBS.get(kind, 'moving')} {length} bytes at offset {offset} failed: {os.strerror(code)} ({advice})"
         super().__init__(code, what, path)
         self.kind = kind
@@ -255,8 +255,8 @@ class Queue:
         rules = ffi.new("tm_fault[]", [(f.serial, f.value, FAULTS[f.kind], f.repeat) for f in faults])
         descriptors = ffi.new("int32_t[]", list(files))
         options = ffi.new("tm_queue_options *")
-        options.engine, options.depth, options.threads = ENGINES[io.engine], io.depth, io.threads
-        options.block_bytes = io.block_bytes
+        options.engine, options.depth = ENGINES[io.engine], io.depth
+        options.threads, options.block_bytes = io.threads, io.block_bytes
         options.num_regions, options.regions, options.region_bytes = len(regions), starts, sizes
         options.num_faults, options.faults = len(faults), rules
         options.num_files, options.files = len(files), descriptors
@@ -277,7 +277,7 @@ class Queue:
         cast = ffi.cast
         rows = [(cast(_VOID, op.address), op.length, op.offset, tag, op.fd, op.kind, priority, 0) for op in ops]
         batch = ffi.new("tm_op[]", rows)
-        check(lib.tm_queue_submit(self._open_queue(), batch, len(rows)), f"submitting {len(rows)} transfers")
+        check(lib.tm_queue_submit(self.handle, batch, len(rows)), f"submitting {len(rows)} transfers")
         return tag
 
     def submit_blocks(self, blocks: Blocks, priority: int = NORMAL) -> int:
@@ -297,25 +297,23 @@ class Queue:
         ops["length"], ops["tag"] = length, tag
         ops["fd"], ops["kind"], ops["priority"] = fd, kind, priority
         batch = ffi.cast("tm_op *", ops.ctypes.data)
-        check(lib.tm_queue_submit(self._open_queue(), batch, len(ops)), f"submitting {len(ops)} transfers")
+        check(lib.tm_queue_submit(self.handle, batch, len(ops)), f"submitting {len(ops)} transfers")
         return tag
 
     def wait(self, tag: int, timeout_s: float | None = None) -> Answer | None:
         """Blocks until a tag is answered; None after timeout_s. The answer may hold an error: see `raise_for`."""
         answer = ffi.new("tm_answer *")
         timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
-        code = lib.tm_queue_wait(self._open_queue(), tag, timeout_ns, answer)
+        code = lib.tm_queue_wait(self.handle, tag, timeout_ns, answer)
         if code == -errno.ETIMEDOUT:
             return None
         check(code, f"waiting for tag {tag}")
-        a = answer[0]
-        times = (a.submitted_ns, a.started_ns, a.finished_ns)
+        a, times = answer[0], (answer.submitted_ns, answer.started_ns, answer.finished_ns)
         return Answer(a.error, a.fd, a.kind, a.offset, a.length, a.bytes, *times)
 
     def raise_for(self, answer: Answer) -> None:
         """Raises TransferError when the answer holds an error."""
-        error = error_of(answer, self._files)
-        if error is not None:
+        if (error := error_of(answer, self._files)) is not None:
             raise error
 
     def finish(self, tag: int) -> None:
@@ -326,23 +324,23 @@ class Queue:
 
     def promote(self, tag: int, priority: int = URGENT) -> None:
         """Raises the priority of blocks that the kernel does not have yet."""
-        check(lib.tm_queue_promote(self._open_queue(), tag, priority), f"promoting tag {tag}")
+        check(lib.tm_queue_promote(self.handle, tag, priority), f"promoting tag {tag}")
 
     def cancel(self, tag: int) -> None:
         """Drops blocks that the kernel does not have yet. The caller must still wait for the tag."""
-        check(lib.tm_queue_cancel(self._open_queue(), tag), f"cancelling tag {tag}")
+        check(lib.tm_queue_cancel(self.handle, tag), f"cancelling tag {tag}")
 
     def counters(self) -> Counters:
         """Totals so far."""
         c = ffi.new("tm_counters *")
-        check(lib.tm_queue_counters(self._open_queue(), c), "reading the queue's counters")
+        check(lib.tm_queue_counters(self.handle, c), "reading the queue's counters")
         return Counters(*(getattr(c, name) for name in Counters._fields))
 
     def latencies(self, kind: int) -> npt.NDArray[np.uint64]:
         """How many blocks of a kind (READ, WRITE) took how long, by bucket: see `latency_edges`."""
         counts = np.zeros(NUM_LATENCY_BUCKETS, np.uint64)
         pointer = ffi.cast("uint64_t *", counts.ctypes.data)
-        check(lib.tm_queue_latencies(self._open_queue(), kind, pointer), "reading the queue's latencies")
+        check(lib.tm_queue_latencies(self.handle, kind, pointer), "reading the queue's latencies")
         return counts
 
     def close(self) -> int:
@@ -353,7 +351,9 @@ class Queue:
         code = int(lib.tm_queue_close(queue))
         return 0 if code == -errno.EPIPE else check(code, "closing the queue")
 
-    def _open_queue(self) -> object:
+    @property
+    def handle(self) -> Any:
+        """The native queue. Raises OSError when it is closed, RuntimeError in a forked child."""
         if self._queue == ffi.NULL:
             raise OSError(errno.ESHUTDOWN, "this I/O queue is closed")
         check_process(self._owner, "this I/O queue")
@@ -409,12 +409,19 @@ def optimizer_step(
     start at zero (adagrad: at rule.initial) without being read; start_master: the master starts from the weight. Raises
     ValueError for parts that do not fit together. Formulas and sources: tm_optimizer_step in native/tiermem.h.
     """
+    step = step_struct(rule, parts, dither, start_moments, start_master)
+    check(lib.tm_optimizer_step(workers.handle, step), f"{rule.name} step")
+
+
+def step_struct(
+    rule: StepRule, parts: StepParts, dither: Dither | None, start_moments: bool = False, start_master: bool = False
+) -> Any:
+    """The tm_step of `optimizer_step`; it points into the parts, which the caller keeps alive. Raises ValueError."""
     check_parts(rule, parts, start_master)
     step = ffi.new("tm_step *")
     step.n, step.rule = parts.grad.numel(), _RULES[rule.name]
-    _set_part(step.weight, parts.weight)
-    _set_part(step.master, parts.master)
-    _set_part(step.grad, parts.grad)
+    for slot, part in (step.weight, parts.weight), (step.master, parts.master), (step.grad, parts.grad):
+        _set_part(slot, part)
     for slot, kind, moment in zip(step.moments, MOMENTS[rule.name], parts.moments, strict=False):
         _set_part(slot, moment, kind.is_positive)
     if dither is not None:
@@ -428,7 +435,7 @@ def optimizer_step(
     )
     for field in SCALARS:
         setattr(step.scalars, field, getattr(rule, field))
-    check(lib.tm_optimizer_step(workers.handle, step), f"{rule.name} step")
+    return step
 
 
 def widen_part(
@@ -535,9 +542,8 @@ def crc32c_of(
         )
     addresses, num_bytes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(num_bytes, np.uint64)
     crcs = np.empty(len(addresses), np.uint32)
-    rows = _rows(_CRC_ROWS, addresses, num_bytes, crcs)
-    code = lib.tm_crc32c(_handle(workers), len(addresses), *rows)
-    check(code, f"checksums of {len(addresses)} pieces")
+    rows = _rows(("const void *const *", "const uint64_t *", "uint32_t *"), addresses, num_bytes, crcs)
+    check(lib.tm_crc32c(_handle(workers), len(addresses), *rows), f"checksums of {len(addresses)} pieces")
     return crcs
 
 
@@ -546,9 +552,8 @@ def crc32c_join(first: Numbers, crcs: npt.NDArray[np.uint32], num_bytes: Numbers
     if crcs.shape != num_bytes.shape or not len(first) or int(first[-1]) > len(crcs):
         raise ValueError(f"{len(crcs)} checksums of {len(num_bytes)} messages, joined up to {first[-1:]}")
     joined: npt.NDArray[np.uint32] = np.empty(len(first) - 1, np.uint32)
-    given = [
-        np.ascontiguousarray(row, kind) for row, kind in ((first, np.uint64), (crcs, np.uint32), (num_bytes, np.uint64))
-    ]
+    kinds = np.uint64, np.uint32, np.uint64
+    given = [np.ascontiguousarray(row, kind) for row, kind in zip((first, crcs, num_bytes), kinds, strict=True)]
     check(lib.tm_crc32c_join(len(joined), *_rows(_JOIN_ROWS, *given, joined)), "joining checksums")
     return joined
 
@@ -580,16 +585,15 @@ def _unmap(base: object, num_bytes: int, owner: int) -> None:
         check(lib.tm_map_close(base, num_bytes), "unmapping the arena")
 
 
-def _mirror(struct: str) -> np.dtype[Any]:
+def mirror(struct: str) -> np.dtype[Any]:
     """The numpy type with the memory layout of a C struct of pointers and integers."""
     fields = dict(ffi.typeof(struct).fields)
     formats = [np.uintp if f.type.kind == "pointer" else np.dtype(_NUMPY_NAMES[f.type.cname]) for f in fields.values()]
     offsets = [f.offset for f in fields.values()]
-    size = ffi.sizeof(struct)
-    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": size})
+    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": ffi.sizeof(struct)})
 
 
-_OP_DTYPE = _mirror("tm_op")
+_OP_DTYPE = mirror("tm_op")
 _VOID = ffi.typeof("void *")
 
 

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,11 +54,13 @@ class Recorder:
 
     def __init__(self, max_events: int = 50_000) -> None:
         self.events: collections.deque[Event] = collections.deque(maxlen=max_events)
+        self.num_added = 0  # events so far, dropped ones too
         self.wait_s = 0.0  # sum over lane "wait", which old events cannot give
 
     def add(self, lane: str, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
         """Adds one event; never blocks."""
         self.events.append(Event(lane, name, start_ns, end_ns, num_bytes))
+        self.num_added += 1
         if lane == "wait":
             self.wait_s += (end_ns - start_ns) * 1e-9
 
@@ -99,35 +101,51 @@ class StoreStats:
 
 
 class Figures(NamedTuple):
-    """What a store did in a stretch of time, as one thread saw it that computes with its tensors."""
+    """What a store did in a stretch of time, beside the thread that computes with its tensors."""
 
     seconds: float
     read_bytes_s: float  # from NVMe
     written_bytes_s: float
-    shares: Mapping[str, float]
-    """Parts of the time, 1 together: "disk" and "other ranks", which computing waited for; "CPU kernels", which stepped tiles;
-    "computing", the rest. Computing on an accelerator includes its link."""
+    limits_s: Mapping[str, float]
+    """Seconds for which each resource was busy; what works while something else does is counted for both.
+
+    compute   the program, without its waits and its optimizer steps     link      gathers between ranks
+    disk      reads and writes, what overlaps counted once               kernels   steps of tiles, and checksums
+
+    On an accelerator its link is part of "compute".
+    """
+    waited_s: float
+    """Seconds of waiting for the disk and for other ranks."""
     waits_s: Mapping[str, float]
     """Seconds of waiting by the kind of thing waited for, the longest first: an event's name up to its first slash."""
 
     @property
     def limited_by(self) -> str:
-        """The resource with the largest part."""
-        return max(self.shares, key=lambda name: self.shares[name])
+        """The resource that was busy longest."""
+        return busiest(self.limits_s)
 
     def as_logged(self) -> dict[str, float | str]:
         """For a log: rates in GB/s (1e9 bytes), seconds of waiting, and what limited."""
-        waited = self.shares["disk"] + self.shares["other ranks"]
         return {
             "read_gb_s": round(self.read_bytes_s / 1e9, 3),
             "written_gb_s": round(self.written_bytes_s / 1e9, 3),
-            "waited_s": round(waited * self.seconds, 3),
+            "waited_s": round(self.waited_s, 3),
             "limited_by": self.limited_by,
         }
 
 
+def busiest(limits_s: Mapping[str, float]) -> str:
+    """The resource with the most seconds; of equal ones the first."""
+    return max(limits_s, key=lambda name: limits_s[name])
+
+
+_RESOURCES = {"disk": ("read", "write"), "link": ("gather",), "kernels": ("compute", "check")}  # their lanes
+
+
 class Meter:
     """Figures of a store from one look to the next; the first look begins when the meter is made.
+
+    An event counts in the look that follows its end: those of a step that goes on under a forward are told when it has ended.
 
     Args:
         recorder: of the store.
@@ -138,34 +156,46 @@ class Meter:
         self._recorder = recorder
         self._stats = stats
         self._seen_ns = time.monotonic_ns()
+        self._num_seen = recorder.num_added
         self._totals = stats()
 
     def look(self) -> Figures:
-        """The figures since the look before. Where events were dropped meanwhile, the shares are those of the newest."""
+        """The figures since the look before. Where events were dropped meanwhile, they are of the newest."""
         before_ns, before = self._seen_ns, self._totals
         self._seen_ns, self._totals = time.monotonic_ns(), self._stats()
-        events = list(self._recorder.events)
-        begin_ns = max(before_ns, events[0].start_ns) if len(events) == self._recorder.events.maxlen else before_ns
-        taken, waits = {"disk": 0, "other ranks": 0, "CPU kernels": 0}, collections.Counter[str]()
-        for event in reversed(events):
-            if event.end_ns < begin_ns:
-                break
-            spent_ns = event.end_ns - max(event.start_ns, begin_ns)
-            if event.lane == "wait":
-                taken["other ranks" if event.name.startswith("gather ") else "disk"] += spent_ns
-                waits[event.name.partition("/")[0]] += spent_ns
-            elif event.lane == "compute":
-                taken["CPU kernels"] += spent_ns
-        whole = max(1, self._seen_ns - begin_ns, sum(taken.values()))  # helper threads wait at the same time
-        shares = {name: each / whole for name, each in taken.items()}
+        num_new, self._num_seen = self._recorder.num_added - self._num_seen, self._recorder.num_added
+        kept = list(self._recorder.events)
+        events = kept[max(0, len(kept) - num_new) :]
+        begin_ns = max(before_ns, events[0].start_ns) if len(events) < num_new else before_ns
+        waits = [event for event in events if event.lane == "wait"]
+        stepped = [event for event in events if event.lane == "step"]
+        aside_ns = _covered_ns([*waits, *stepped], begin_ns)  # helper threads wait at the same time
+        limits_s = {"compute": max(0, self._seen_ns - begin_ns - aside_ns) * 1e-9}
+        limits_s |= {
+            name: _covered_ns([event for event in events if event.lane in lanes]) * 1e-9
+            for name, lanes in _RESOURCES.items()
+        }
+        by_kind = collections.Counter[str]()
+        for event in waits:
+            by_kind[event.name.partition("/")[0]] += event.end_ns - max(event.start_ns, begin_ns)
         seconds = max(1, self._seen_ns - before_ns) * 1e-9
         return Figures(
             seconds,
             (self._totals.nvme_read_bytes - before.nvme_read_bytes) / seconds,
             (self._totals.nvme_written_bytes - before.nvme_written_bytes) / seconds,
-            {**shares, "computing": 1.0 - sum(shares.values())},
-            {name: spent_ns * 1e-9 for name, spent_ns in waits.most_common()},
+            limits_s,
+            _covered_ns(waits, begin_ns) * 1e-9,
+            {name: spent_ns * 1e-9 for name, spent_ns in by_kind.most_common()},
         )
+
+
+def _covered_ns(events: Sequence[Event], since_ns: int = 0) -> int:
+    """How many nanoseconds some events cover together, after a moment."""
+    total, until = 0, since_ns
+    for start_ns, end_ns in sorted((event.start_ns, event.end_ns) for event in events):
+        total += max(0, end_ns - max(start_ns, until))
+        until = max(until, end_ns)
+    return total
 
 
 Transfers = Sequence[Op] | Sequence[Blocks]
@@ -244,16 +274,20 @@ class Queues:
         recorder: Recorder | None = None,
     ) -> None:
         self.recorder = recorder or Recorder()
-        self._files = dict(files)
+        self.files = dict(files)  # the name of each open file, by descriptor
         self._queues: dict[int, Queue] = {}  # by descriptor, in the order of the paths
         self._tags = itertools.count(1)  # its next() is one step, whichever thread asks
         self._under_way: dict[int, list[_Part]] = {}  # by tag, until it is answered
         try:
-            for fd in self._files:
+            for fd in self.files:
                 self._queues[fd] = self._open(fd, io, regions, faults)
         except BaseException:
             self.close()
             raise
+
+    def handle_of(self, fd: int) -> Any:
+        """The native queue of a descriptor. Raises OSError."""
+        return self._queue_of(fd).handle
 
     @property
     def engine(self) -> str:
@@ -263,7 +297,7 @@ class Queues:
     @property
     def why(self) -> str:
         """The reasons for the engines: one line, or one for each path if paths differ."""
-        lines: dict[str, str] = {self._files[fd]: queue.why for fd, queue in self._queues.items()}
+        lines: dict[str, str] = {self.files[fd]: queue.why for fd, queue in self._queues.items()}
         if len(set(lines.values())) == 1:
             return next(iter(lines.values()))
         return "; ".join(f"{path}: {why}" for path, why in lines.items())
@@ -317,7 +351,7 @@ class Queues:
 
     def error_of(self, answer: Answer) -> TransferError | None:
         """The error that the answer holds, if any."""
-        return error_of(answer, self._files)
+        return error_of(answer, self.files)
 
     def promote(self, tag: int) -> None:
         """Makes blocks that the kernel does not have yet urgent, on every path."""
@@ -351,13 +385,13 @@ class Queues:
 
     def _open(self, fd: int, io: IoSettings, regions: Sequence[ByteRange], faults: Sequence[Fault]) -> Queue:
         try:
-            return Queue(io, files={fd: self._files[fd]}, regions=regions, faults=faults)
+            return Queue(io, files={fd: self.files[fd]}, regions=regions, faults=faults)
         except OSError as error:
-            raise OSError(error.errno, error.strerror or str(error), self._files[fd]) from None
+            raise OSError(error.errno, error.strerror or str(error), self.files[fd]) from None
 
     def _queue_of(self, fd: int) -> Queue:
         queue = self._queues.get(fd)
-        if queue is None and fd in self._files:
+        if queue is None and fd in self.files:
             raise OSError(errno.ESHUTDOWN, "this I/O queue is closed")
         if queue is None:
             raise OSError(errno.EBADF, "no queue was opened for this file")

@@ -1,19 +1,24 @@
-"""Resources of a store: its memory, files and queues, and its moves in flight."""
+"""Resources of a store: its memory, files and queues, its moves in flight, and plans of transfers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from tiermem.swap.arena import Arena
-from tiermem.swap.entry import Entry
+from tiermem.swap.checksum import Expected, Range, Sums, Written
+from tiermem.swap.entry import Entry, WritePlan, changing, reads_of
 from tiermem.swap.files import Files
 from tiermem.swap.move import Move
-from tiermem.swap.native import Counters, Fault, IoSettings
+from tiermem.swap.native import Counters, Fault, IoSettings, Op, check_process
 from tiermem.swap.passes import weigh
 from tiermem.swap.paths import AnyPath, as_paths
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, add_counters
+from tiermem.swap.ranges import ByteRange
 from tiermem.swap.run_folder import RunName
+from tiermem.swap.tile_program import TileProgram
 
 
 class Resources:
@@ -42,29 +47,37 @@ class Resources:
             self.files.reweigh(weigh(known, io))  # after Files has checked the folders
             unless_opened.pop_all()
         self.open_queues: Queues | None = None
-        self.registered_bytes = 0  # of the arena, registered with the queues
+        self.programs: list[TileProgram] = []  # they use the queues and the arena
+        self.registered: list[ByteRange] = []  # of the arena, registered with the queues
         self.is_closed = False
         self.keeps_files = False
+        self._owner = os.getpid()
         self._io = io
         self._faults = tuple(faults)
         self._recorder = recorder
         self._past = [add_counters([]) for _ in self.files.segments]  # counters of closed queues, per path
 
+    def check_usable(self) -> None:
+        """Raises RuntimeError after `close`, and in a forked child."""
+        check_process(self._owner, "this store")
+        if self.is_closed:
+            raise RuntimeError("this store is closed")
+
     def queues(self) -> Queues:
         """Returns the queues. Opens them first if need be, and registers the memory carved so far. Raises OSError."""
         if self.open_queues is None:
-            region = self.arena.region
-            regions = [region] if region.num_bytes else []
-            files = self.files.by_descriptor()
+            regions, files = self.arena.regions, self.files.by_descriptor()
             self.open_queues = Queues(files, self._io, regions, self._faults, self._recorder)
-            self.registered_bytes = region.num_bytes
+            self.registered = regions
         return self.open_queues
 
     def end_queues(self) -> None:
         """Closes the queues, which ends their transfers. The next transfer opens new queues."""
-        queues, self.open_queues, self.registered_bytes = self.open_queues, None, 0
+        queues, self.open_queues, self.registered = self.open_queues, None, []
         if queues is None:
             return
+        for program in self.programs:
+            program.quiet()
         try:
             self._past = self._counters(queues)
         finally:
@@ -94,17 +107,54 @@ class Resources:
         self.keeps_files = keep
 
     def close(self) -> None:
-        """Closes the queues, then the memory, then the files: no transfer may outlive its memory or its file."""
+        """Closes programs, queues, memory and files, in this order: no transfer may outlive its memory or its file."""
         self.is_closed = True
         with contextlib.ExitStack() as closing:  # the last one first; an error does not keep the others open
             closing.callback(self.files.close, self.keeps_files)
             closing.callback(self.arena.close)
             closing.callback(self.end_queues)
+            for program in self.programs:
+                closing.callback(program.close)
 
     def _counters(self, queues: Queues | None) -> list[Counters]:
         if queues is None:
             return self._past
         return [add_counters(pair) for pair in zip(self._past, queues.counters_by_path(), strict=True)]
+
+
+class Plans:
+    """Plans transfers that a step program makes by itself (program.py). Thread-safe."""
+
+    def __init__(
+        self, entries: Mapping[str, Entry], sums: Sums, held: Resources, lock: AbstractContextManager[object]
+    ) -> None:
+        self._entries = entries
+        self._sums = sums
+        self._held = held
+        self._lock = lock  # the store's
+
+    def reads(self, ranges: Sequence[Range]) -> tuple[list[Op], Expected]:
+        """The transfers of `TensorStore.read`, and the checksums to compare then."""
+        self._held.check_usable()
+        with self._lock:
+            return reads_of(self._entries, ranges), self._sums.due_of(ranges)
+
+    def writes(self, ranges: Sequence[Range], is_apart: bool = False) -> WritePlan:
+        """The transfers of `TensorStore.write`, whose errors it raises. After them the caller calls `note`.
+
+        is_apart: the bytes that they replace can be read until `note`. Without `note` they stay.
+        """
+        self._held.check_usable()
+        with self._lock:
+            return WritePlan(self._entries, ranges, is_apart)
+
+    def note(self, plan: WritePlan, name: str, has_failed: bool, written: Sequence[Written] = ()) -> None:
+        """Notes that the writes of a plan have been made, or that they failed, and the checksums of writes apart."""
+        with self._lock, changing(plan.targets, name):
+            self._sums.keep(written)
+            plan.begin()
+            if has_failed:
+                plan.lose()
 
 
 class UnderWay:

@@ -13,7 +13,7 @@
 
 entry.py has the state diagram of an entry. An entry whose home is HOST or DEVICE is always PRESENT: fetching it returns the
 home itself. `fetch(to=Tier.DEVICE)` brings a tensor of any home to the accelerator's memory, until its release. Callers with
-buffers of their own (the tile pipeline) use byte ranges and order their transfers themselves. The store knows no module,
+buffers of their own (step programs) use byte ranges and order their transfers themselves. The store knows no module,
 gradient, rank or optimizer.
 
 A freeze needs a sync and copies no byte. Until the thaw, writes do not overwrite frozen bytes; they go to other slots (see
@@ -47,12 +47,13 @@ from tiermem.swap import durable
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import BudgetError, Slot
 from tiermem.swap.checksum import Range, Sums, Written
-from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome, changing
+from tiermem.swap.device_memory import DeviceMemory
+from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome, WritePlan, changing, reads_of
 from tiermem.swap.move import Later, Move, wait_for_any
-from tiermem.swap.native import BACKGROUND, NORMAL, WRITE, Fault, IoSettings, Op, check_process
+from tiermem.swap.native import BACKGROUND, NORMAL, Fault, IoSettings, check_process
 from tiermem.swap.paths import AnyPath
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, Transfers
-from tiermem.swap.resources import Resources, UnderWay
+from tiermem.swap.resources import Plans, Resources, UnderWay
 from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.tier import Tier
 
@@ -99,6 +100,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self.num_slots = num_slots
         self.run = run or RunName.new()
         self.device = device or torch.device("cpu")
+        self.on_device = DeviceMemory(self.device)
         self.recorder = Recorder()
         self.sums = Sums(self.recorder)
         self._entries: dict[str, Entry] = {}
@@ -109,7 +111,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self._owner = os.getpid()
         settings = io or IoSettings()
         self._held = Resources(paths, host_bytes, disk_bytes, self.run, settings, link_bytes, faults, self.recorder)
-        self.arena, self._files = self._held.arena, self._held.files
+        self.arena, self._files, self.programs = self._held.arena, self._held.files, self._held.programs
+        self.plans = Plans(self._entries, self.sums, self._held, self._lock)
         self._no_queues = Queues({}, settings, recorder=self.recorder)  # for moves without transfers
         self._finalizer = weakref.finalize(self, self._held.close)  # for a program that drops the store without `close`
         call_in_child(self, lambda store: store._finalizer.detach())
@@ -149,8 +152,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             entry = self._entries[name] = Entry(name, home, dtype, shape, nvme)
         try:
             if home is Tier.DEVICE:
-                memory = torch.empty(entry.padded_bytes, dtype=torch.uint8, device=self.device)
-                entry.occupy(Slot(-1, memory))
+                entry.occupy(self.on_device.take(name, entry.padded_bytes))
             elif home is Tier.HOST:
                 entry.occupy(self._take(entry.num_bytes, f"{name!r}, resting on HOST,", crosses_link))
         except BaseException:
@@ -194,7 +196,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         with self._lock:
             slot = entry.give_up()
             if slot is not None:
-                self.arena.give_back(slot)
+                (self.on_device if entry.home is Tier.DEVICE else self.arena).give_back(slot)
 
     # ---- entries -------------------------------------------------------------------------------------------------
 
@@ -264,6 +266,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     def view(self, name: str) -> torch.Tensor:
         """Returns the home itself of a tensor on HOST or DEVICE; changes need no write-back. Raises RuntimeError on NVME."""
         self._check_usable()
+        self.on_device.check_there(name)
         entry = self._entries[name]
         if entry.home is Tier.NVME or entry.slot is None:
             raise RuntimeError(
@@ -286,8 +289,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self._check_usable()
         with self._lock:
             entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
-            parts = zip(entries, ranges, strict=True)
-            ops = [op for entry, (_, offset, buffer) in parts for op in entry.reads(offset, buffer)]
+            ops = reads_of(self._entries, ranges)
             check = self.sums.check_of(ranges, ops, self._files.by_descriptor) if is_checked else None
             buffers = [buffer for _, _, buffer in ranges]
             if not ops:
@@ -391,8 +393,13 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         try:
             self._end_writes(writes)
         finally:
-            if self.arena.region.num_bytes > self._held.registered_bytes:
+            if self.arena.regions != self._held.registered:
                 self._end_queues()
+
+    def renew_host(self, host_bytes: int, link_bytes: int) -> None:
+        """Goes on with another budget of HOST memory (`Arena.renew`). Blocks for every transfer. Raises OSError."""
+        self._end_queues()
+        self.arena.renew(host_bytes, link_bytes)
 
     def stats(self) -> StoreStats:
         """Returns totals so far; bytes are counted from the kernel's completions."""
@@ -428,14 +435,13 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                     entry.nvme.drop()
             for kept in (self._entries, self._under_way, self._frozen):
                 kept.clear()
+            self.on_device.close()
             self._held.close()
 
     # ---- inside --------------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        self.check_process()
-        if self._held.is_closed:
-            raise RuntimeError("this store is closed")
+        self._held.check_usable()
 
     def _fetch(self, entry: Entry, into: Slot | None, priority: int) -> Move:
         if entry.state is EntryState.PRESENT:
@@ -500,27 +506,19 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         on_end: Callable[[bool], None] | None = None,
     ) -> Move:
         """Starts a write to free slots. These slots become current when the write starts, and lost if it fails."""
-        entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
-        ops: list[Op] = []
-        targets = []
-        for entry, (_, offset, buffer) in zip(entries, ranges, strict=True):
-            home = entry.check_range(offset, buffer)
-            parts = home.targets(offset, offset + buffer.numel())
-            ops += home.ops(WRITE, parts, buffer.data_ptr() - offset)
-            targets += [(home, part) for part in parts]
+        entries, plan = tuple(self._entries[entry] for entry, _, _ in ranges), WritePlan(self._entries, ranges)
 
         def ended(arrived: bool) -> None:
-            with self._lock:
-                for home, part in () if arrived else targets:
-                    home.slots.lose(part)
+            if not arrived:
+                with self._lock:
+                    plan.lose()
             if on_end is not None:
                 on_end(arrived)
 
-        with changing(targets, name):
+        with changing(plan.targets, name):
             self.sums.keep(summed)
-            move = self._start(entries, ops, priority, owns, name, is_write=True, on_end=ended)
-            for home, part in targets:
-                home.slots.write(part.start, part.stop)
+            move = self._start(entries, plan.ops, priority, owns, name, is_write=True, on_end=ended)
+            plan.begin()
         return move
 
     def _start(

@@ -41,6 +41,7 @@ def warmed_up() -> None:
         tqdm.tqdm.monitor_interval = 0  # no thread that watches progress bars; torch.compile makes some
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # collections took a twelfth of the time; `nothing_leaks` collects when it must
 
 
 @pytest.fixture(scope="session", autouse=True)

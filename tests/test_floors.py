@@ -25,14 +25,15 @@ KINDS = {"cuda", "xpu", "mps", "mtia", "hpu", "npu", "privateuse1", "sim"}
 _ORDER = """
 tiermem: swap precision policy schedule config zero optim weights averages checkpoint forecast state_access engine integrations
     as_deepspeed utils tools
-tiermem.swap: tier ranges errors durable parts native accelerator nodes torch_step arena direct paths run_folder files queue
-    passes checksum move device_copy entry resources store pipeline stream
+tiermem.swap: tier ranges errors durable parts native tile_program accelerator nodes torch_step arena direct paths run_folder
+    files queue passes checksum move device_copy device_memory entry resources store pipeline run_read
+    tile_plan program stream
 tiermem.config: keys base io optimizer precision zero translate root load
 tiermem.zero: registry failures topology joining collectives compute quantised leaf gradient_state unit state_layout gather
-    packed reduce plan budget pools estimate agreement absent unit_memory unit_state values prefetcher gradient_link
-    gradient_store gradients backward_marks activations hooks init_params settle shards access tiled chunked_loss init
-    partition_parameters
-tiermem.optim: rules tile tile_step tiles local ordinary resting sharded base classes
+    packed reduce plan budget pools estimate agreement absent step_run unit_memory unit_state values prefetcher gradient_link
+    gradient_store gradient_norms gradients backward_marks activations chain hooks layerwise init_params settle unfreeze shards
+    access tiled kv_cache chunked_loss init partition_parameters
+tiermem.optim: rules tile tile_step tiles tentative local ordinary resting sharded base classes
 tiermem.checkpoint: format together saving opening interchange survey zero_to_fp32
 tiermem.checkpoint.format: kinds fields manifest finding
 tiermem.checkpoint.saving: pieces capture publish commit copies saver

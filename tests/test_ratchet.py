@@ -25,6 +25,13 @@ ADDED = {
     "a step on the device, whole or in part; what the host's plan counts": (2, 197),
     "PEFT's adapters, frozen weights in int8 and nf4 blocks": (1, 197),
     "optimizers for ordinary parameters and DTensors, averages, exports, Lightning": (4, 1092),
+    "the native step program, a step under the next forward": (4, 883),
+    "a step under backward, gradients of a device that come to tiles": (2, 294),
+    "bench overlap, overlap in forecasts and pictures, sustained rates": (5, 893),
+    "activations and units chosen by cost, a KV cache's room, an accelerator that is emptied": (2, 496),
+    "parameters that are unfrozen after sharding": (2, 372),
+    "micro-batches that pass each block in turn": (2, 708),
+    "bench gpu: passes, traces, a large model, peers": (6, 656),
     "TensorBoard, what limits a step, the parity report": (1, 313),
 }
 """What each ability has added since: files, lines. A new ability has a line of its own; nothing else may raise the numbers."""

@@ -297,10 +297,6 @@ class _Pass:
         """Starts reading a piece."""
         return self._store.read([self._range(piece, slot)], piece.entry)
 
-    def read_rest(self, piece: _Piece, slot: Slot) -> Move:
-        """No piece has a head start."""
-        raise AssertionError(piece.entry)
-
     def compute(self, piece: _Piece, slot: Slot) -> None:
         """Does the work on a piece, in its buffer."""
         self._act(piece, slot.tensor[: piece.numel * piece.dtype.itemsize].view(piece.dtype))

@@ -39,8 +39,10 @@ _SHARDED_PARAMS = FromStage(3, "it acts in stage 3 alone, where parameters are p
 MasterFrom = Literal["param", "init"]
 ComputeDtype = Literal["storage", "fp32", "measured"]
 OnNonfinite = Literal["skip", "raise", "apply"]
+AccumulationOrder = Literal["batches", "layers"]
 Durability = Literal["checkpoint", "step", "none"]
 Verify = Literal["always", "sample", "resume"]
+Overlap = Literal["auto", "none", "forward", "backward"]
 FrozenQuantType = Literal["int8", "nf4"]
 Positive = Annotated[int, Range("it must be at least 1, or None for what the plan computes", 1)]
 Count = Annotated[int, Range("it must be 0 or more", 0)]
@@ -196,6 +198,10 @@ class OffloadPolicy:
     """Take masters from an optimizer's state dict that has them; False: make them from the (low-precision) parameters."""
     step_in_backward: bool = False
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
+    accumulation: Annotated[AccumulationOrder, _SHARDED_PARAMS] = "batches"
+    """How the micro-batches of a step run: one after the other through the model, each fetching every unit; or, in
+    `Engine.train_batch`, all of them through one block after the other, so that each fetch serves all (zero/layerwise.py). The
+    model is then a chain of blocks, and the engine's other ways to train are refused."""
     on_nonfinite: OnNonfinite = "skip"
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
     not clipped, since such gradients have no norm."""
@@ -209,6 +215,12 @@ class OffloadPolicy:
     verify: Verify = "always"
     """When the checksums of what rests on NVME are compared: at every read of a tile or a unit, at one read of each in 16,
     or only when a checkpoint is opened."""
+    overlap: Overlap = "auto"
+    """What runs beside the tiles of an optimizer step (zero/step_run.py): nothing, so that `step` returns when the last one is
+    written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles on NVMe are stepped when
+    their gradients have come, and count if the step finds them as assumed (optim/tentative.py), which takes one more slot on
+    disk. The bits are the same. "auto": forward where states on NVMe, or on HOST beside an accelerator, belong to units that
+    are fetched, unless each step is durable."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)
     """How the queue moves blocks."""
     timeout_s: Seconds = 1800.0
@@ -225,6 +237,9 @@ class OffloadPolicy:
     activation_bytes: Positive | None = None
     """Most bytes of them at their home at once, of each rank, counted in the plan; what does not fit stays where the maths
     runs, with a warning. None: as many as a forward has, within what the plan leaves of host_bytes or disk_bytes."""
+    kv_bytes: Positive | None = None
+    """Memory of each rank, where the maths runs, that is left to the KV cache of a generation: part of device_bytes, or of
+    host_bytes where the CPU computes. `tiermem.zero.kv_cache_bytes` computes it. None: none is planned."""
     frozen_quant_type: Annotated[FrozenQuantType, _SHARDED_PARAMS] | None = None
     """Keep frozen parameters of two dimensions or more, and of more than persistence_numel elements, in blocks where they rest:
     "int8" (8.5 bits per element) or "nf4" (4.5 bits, as in QLoRA). A fetch unpacks them to their own dtype, in which the maths
@@ -284,6 +299,11 @@ class OffloadPolicy:
             yield "activations", "DEVICE is given, where they are without it; allowed are HOST, NVME and None"
         if self.activation_bytes is not None and self.activations is None:
             yield "activation_bytes", f"{self.activation_bytes} without activations, which names their home; set both"
+        if self.step_in_backward and self.overlap in ("forward", "backward"):
+            yield (
+                "overlap",
+                f'"{self.overlap}" with step_in_backward, whose steps end in backward; set "auto" or "none"',
+            )
         if self.durability == "step" and Tier.NVME not in (self.params, self.optim):
             yield (
                 "durability",
@@ -292,6 +312,11 @@ class OffloadPolicy:
             )
         if self.quantised_frozen and self.frozen_quant_type == "nf4":
             yield "quantised_frozen", 'True means "int8", but frozen_quant_type is "nf4"; leave one of them out'
+        if self.accumulation == "layers" and self.step_in_backward:
+            yield (
+                "accumulation",
+                '"layers" with step_in_backward, which holds no gradient to add to; set one of them alone',
+            )
         if self.two_stage_gather and self.shard_group_size is None:
             yield (
                 "two_stage_gather",

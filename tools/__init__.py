@@ -8,13 +8,14 @@
       corpus, presets                text as tokens; shapes and sizes of models
       prediction                     the predicted seconds and bytes of a training
       run_record, reports, plots     the record of a run: runs/<id>/run.json, tables, pictures
-    plan           `tiermem plan`: rates, tables and advice
+    plan           `tiermem plan`: tables and advice
       planned                        the budget under a cap; the library's own plan of a scenario
+      speed, seen                    the rates that it plans with; what runs took from their disks
     check, machine `tiermem check`: facts and measurements of this machine
     tune           `tiermem tune`: the best settings of the queue for some disks
     checkpoints    `tiermem fsck`, `inspect`, `import`, `export`
     words          shared by all commands: byte sizes, parsing and checks of options, output files
-    bench/         `tiermem bench`: io, adam, step, ranks, curves, gpu
+    bench/         `tiermem bench`: io, adam, step, overlap, ranks, curves, gpu
       peers/       other systems that do the same job
 
 cli imports the module of a command when the command is given. What `train` imports does not import torch: the launcher stays

@@ -203,6 +203,7 @@ _register("export", options.ExportOptions, "checkpoints.export_checkpoint", _UNW
 _register("bench io", options.IoBenchOptions, "bench.io.bench_io", _STOPPED)
 _register("bench adam", options.AdamBenchOptions, "bench.adam.bench_adam", "stopped; nothing was written")
 _register("bench step", options.StepBenchOptions, "bench.step.bench_step", _STOPPED)
+_register("bench overlap", options.OverlapBenchOptions, "bench.overlap.bench_overlap", _STOPPED)
 _register("bench ranks", options.RanksBenchOptions, "bench.ranks.bench_ranks", "stopped; nothing was written")
 _register("bench curves", options.CurvesOptions, "bench.curves.bench_curves", _UNWRITTEN)
 
@@ -211,7 +212,7 @@ _register("bench curves", options.CurvesOptions, "bench.curves.bench_curves", _U
     "gpu", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def bench_gpu(context: typer.Context) -> None:
-    """Try this machine's accelerator: registration, copies, tests, a small training. Its options: `bench gpu --help`."""
+    """Try this machine's accelerator: link, tests, parity, traces, an 8B shape. Its options: `bench gpu --help`."""
     from tiermem.tools.bench.gpu import main as run_benchmark
 
     raise typer.Exit(run_benchmark(context.args))

@@ -45,6 +45,9 @@ class Job:
     resume: str | None = None  # the saved step to go on from
     save_dir: str | None = None  # where checkpoints go; None: none is saved
     save_every: int | None = None  # steps between two of them; None: at the end alone
+    sustained: float | None = (
+        None  # of what is free, to be written to get past the disks' fast caches; None: not at all
+    )
     to_save: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What is saved of the job itself (train_job.py)."""
 
@@ -52,6 +55,13 @@ class Job:
     def compute(self) -> str:
         """The precision of products, once the config says it."""
         return compute_of(self.config, self.precision)
+
+    @property
+    def at_once(self) -> int | None:
+        """Micro-batches that go through the model block by block; None: they go one after the other."""
+        if (self.config.get("tiermem") or {}).get("accumulation") != "layers":
+            return None
+        return int(self.config.get("gradient_accumulation_steps") or 1)
 
     def save(self, file: Path) -> None:
         """Writes it."""

@@ -34,6 +34,7 @@ from tiermem.tools.words import (
     parse_bytes,
     parse_count,
     parse_flops,
+    parse_share,
     program,
     several,
     size,
@@ -44,6 +45,7 @@ PRECISIONS = ("auto", "bf16", "fp32", "fp16")
 COMPUTES = ("auto", "storage", "fp32")
 STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
 DURABILITIES = ("checkpoint", "step", "none")
+OVERLAPS = ("auto", "none", "forward", "backward")
 ENGINES = ("auto", "uring", "aio", "threads")
 ISAS = ("plain", "avx2", "avx512")
 """Instruction sets of the kernels, as tm_isa_choose numbers them."""
@@ -82,6 +84,11 @@ class TrainOptions(Options):
     )
     deepspeed_config: Path | None = option(None, "a DeepSpeed-style JSON config")
     tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
+    sustained: float | None = option(
+        None,
+        "measure the disks past their fast caches: write until the rate has fallen, or this part of what is free, such as 20%",
+        parse=parse_share,
+    )
     tbw_bytes: int | None = option(None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw)
     steps: int | None = option(None, "optimizer steps, with those before a resume [default: 10]", check=POSITIVE)
     seq: int | None = option(None, "tokens of a sequence [default: 128]", check=POSITIVE)
@@ -119,10 +126,15 @@ class TrainOptions(Options):
         check=OneOf(*DURABILITIES),
     )
     keep: int | None = option(None, "checkpoints that stay where states rest [default: 1]", check=POSITIVE)
+    overlap: str | None = option(
+        None,
+        "what runs beside the tiles of an optimizer step: none, forward (the next one), backward, or auto [default: auto]",
+        check=OneOf(*OVERLAPS),
+    )
     json_file: Path | None = option(None, "write the figures here", "--json")
     runs: Path = option(Path("runs"), "folder that keeps a folder per run")
     tensorboard: Path | None = option(None, "also write every step's figures into this folder, for TensorBoard")
-    has_peers: bool = option(False, "also train with plain PyTorch, and DeepSpeed", "--peers")
+    has_peers: bool = option(False, "also train with plain PyTorch, FSDP2 (with a GPU) and DeepSpeed", "--peers")
     peer_python: Path | None = option(None, "an interpreter that has DeepSpeed")
     is_verbose: bool = option(False, "show every phase and step, and all tables", "--verbose")
     is_debug: bool = option(False, "show tracebacks and what the trainer prints", "--debug")
@@ -164,7 +176,12 @@ class PlanOptions(Options):
     nvme_bytes: int | None = size(None, "of each node, such as 7TB [default: no limit]", "--nvme-size", _OF_A_MACHINE)
     nvme_rate: str | None = option(None, "GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]")
     is_duplex: bool = option(False, "the disks read and write at full speed at once", "--duplex")
-    rates: Path | None = option(None, "what `tiermem tune` wrote: its measured rates")
+    rates: Path | None = option(None, "what `tiermem tune` wrote: its measured rates, and those seen in runs")
+    sustained: float | None = option(
+        None,
+        "measure the disks past their fast caches: write until the rate has fallen, or this part of what is free, such as 20%",
+        parse=parse_share,
+    )
     flops: float | None = option(
         None,
         "operations a second that a rank reaches, such as 150T [default: measured here; 150T is assumed of a GPU]",
@@ -197,6 +214,10 @@ class PlanOptions(Options):
             raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
         if self.nvme_rate is not None and self.rates is not None:
             raise ValueError("--nvme-rate and --rates both say how fast the disks are; give one of them")
+        if self.sustained is not None and (self.nvme_rate is not None or self.rates is not None):
+            raise ValueError(
+                "--sustained measures the disks; --nvme-rate and --rates say how fast they are: give one of them"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +247,11 @@ class TuneOptions(Options):
     )
     engines: Sequence[str] = several(
         "auto", "those to try: auto (all that run), or some of uring,aio,threads", "--engine", check=ENGINE
+    )
+    sustained: float | None = option(
+        None,
+        "measure the disks past their fast caches: write until the rate has fallen, or this part of what is free, such as 20%",
+        parse=parse_share,
     )
 
 
@@ -315,6 +341,40 @@ class StepBenchOptions(Options):
     def check_together(self) -> None:
         if self.compares and not self.pipelines:
             raise ValueError("--compare switches the pipeline on and off; leave --no-pipeline out")
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapBenchOptions(Options):
+    """Time an iteration whose step goes on under the next forward, beside the same maths and a bare loop of its least bytes.
+
+    Exit status: 0 it moves at most 1.02 of the least bytes, and takes at most 1.1 of the maths beside the loop or 0.70 of
+    an iteration with overlap=none; 1 it does not.
+    """
+
+    MADE_BY = "tiermem bench overlap"
+
+    paths: Sequence[Path] = option(
+        ..., "folders on the NVMe disks: all states are dealt over them", "--path", check=folders
+    )
+    preset: str = option("419m", "151m, 419m, 1.3b, 3b or 7b: a Llama of that size")
+    config: Path | None = option(None, "a Hugging Face config.json, instead of a preset")
+    data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
+    seq: int = option(128, "tokens of a sequence", check=POSITIVE)
+    batch: int = option(1, "sequences of a micro-batch", check=POSITIVE)
+    states: str = option(
+        "exact", "precision of masters and moments: exact, compact, bf16 or tiny", check=OneOf(*STATES)
+    )
+    precision: str = option("auto", "of weights: as in `train`", check=OneOf(*PRECISIONS))
+    memory_bytes: int = option(
+        "1250MiB", "hard limit of each training's memory", "--memory", parse_memory, memory_of(_LEAST_MEMORY_BYTES)
+    )
+    is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
+    overlap: str = option("forward", "what the steps run beside: forward or backward", check=OneOf(*OVERLAPS[2:]))
+    rounds: int = option(3, "turns of each, one after the other", check=POSITIVE)
+    iterations: int = option(2, "timed in each turn", check=POSITIVE)
+    threads: int | None = option(None, "of everybody's maths [default: what torch takes]", check=CORES)
+    yardstick: Path | None = option(None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program)
+    json_file: Path | None = option(None, "write machine and figures here", "--json", check=ends_in(".json"))
 
 
 @dataclasses.dataclass(frozen=True)

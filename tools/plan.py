@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,35 +21,23 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.forecast.forecast import PHASES
-from tiermem.forecast.rates import Compute, Rates
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import find_device
-from tiermem.tools.bench.files import measure_disks
-from tiermem.tools.bench.gpu import measure_link
-from tiermem.tools.launcher import compute_of
-from tiermem.tools.machine import available_bytes
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.paper import ESTIMATED, print_estimates, print_paper
-from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, plan_scenario
-from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums, settle_compute
+from tiermem.tools.planned import PLACES, Cluster, Overlapped, Planned, Scenario, overlaps_of, plan_scenario
+from tiermem.tools.prediction import settle_compute
 from tiermem.tools.presets import ModelShape, preset, shape_of
 from tiermem.tools.reports import table
+from tiermem.tools.speed import speed_of
 from tiermem.tools.train_job import (
     Config,
     make_config,
-    micro_batch_of,
-    nvme_folders,
-    precision_of,
     read_config,
     with_key,
 )
 from tiermem.tools.words import Mistake, format_bytes
 
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
-_PROBE_S = 1.0
-_ASSUMED_DISK = (3.0e9, 2.0e9)  # bytes a second, read and write: a plain NVMe drive
-_ASSUMED_LINK = 25e9  # bytes a second each way: PCIe 4.0 with 16 lanes
-_ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16 bits
 _DISK_THERE = Path("/mnt/nvme0")
 
 
@@ -66,12 +53,12 @@ def plan(options: PlanOptions, console: Console) -> int:
     if options.flops is None and options.gpu_bytes is None:  # measured here, in the dtype that is best here
         config, _ = settle_compute(config, shape)
     with console.status("measuring this machine"):
-        rates, compute, sources = _speed(options, shape, config)
+        rates, compute, sources = speed_of(options, shape, config)
     cluster = Cluster(options.nodes, options.ranks, options.gpu_bytes, options.host_bytes, options.nvme_bytes)
     planned = plan_scenario(Scenario(shape, config, cluster, rates, compute, options.seq, options.is_checkpointing))
-    advice = advise(planned)
-    print_plan(planned, advice, sources, console)
-    options.save_json(plan_figures(planned, advice, sources))
+    advice, overlaps = advise(planned), overlaps_of(planned)
+    print_plan(planned, advice, overlaps, sources, console)
+    options.save_json(plan_figures(planned, advice, overlaps, sources))
     return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
 
 
@@ -92,131 +79,17 @@ def _config(options: PlanOptions) -> Config:
     return config
 
 
-def parse_rates(text: str) -> tuple[float, float]:
-    """ "3.6,7.0" (GB/s read and written, 1e9 bytes) in bytes per second. Raises ValueError."""
-    parts = text.split(",")
-    try:
-        numbers = [float(part) * 1e9 for part in parts]
-    except ValueError:
-        numbers = []
-    if len(numbers) != 2 or not all(number > 0 for number in numbers):
-        raise ValueError(f"--nvme-rate is {text!r}; write two rates in GB/s, read and written, such as 3.6,7.0")
-    return numbers[0], numbers[1]
-
-
-def tuned_speed(file: Path) -> tuple[Rates, str]:
-    """The disk's rates that `tiermem tune` measured, and where they are from. Raises OSError, or ValueError for a file that
-    holds none."""
-    try:
-        measured = json.loads(file.read_text(encoding="utf-8"))["tiermem"]["measured"]
-        facts = measured["default" if measured["is_default_kept"] else "winner"]
-        mixed, read = sum(facts["mixed_gbps"]) * 1e9, sum(facts["read_gbps"]) * 1e9
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"--rates: {file} holds no rates; it must be what `tiermem tune` wrote") from None
-    source = f"disk: from {file}"
-    rest = 2 / mixed - 1 / read  # of each byte read and each written at once, what is left for the one written
-    if rest <= 0 or mixed >= 1.5 * read:
-        return Rates(read, mixed / 2, is_disk_duplex=True), source
-    return Rates(read, 1 / rest), source
-
-
-def _speed(
-    options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
-) -> tuple[Rates, Compute | float, list[str]]:
-    """Every rate, the compute of a scenario, and a line for each on where it is from."""
-    rates, source = _disk_speed(options, config)
-    compute: Compute | float
-    link_bytes_s, link_source = _link_speed(options)
-    rates = dataclasses.replace(
-        rates,
-        link_bytes_s=link_bytes_s,
-        network_bytes_s=options.network_bytes_s,
-        near_bytes_s=options.near_bytes_s,
-    )
-    sources = [source]
-    if options.flops is not None or options.gpu_bytes is not None:
-        compute, source = (
-            options.flops or _ASSUMED_FLOPS,
-            "given by --flops" if options.flops else "assumed: give --flops",
-        )
-        sources.append(f"computing: {compute:.3g} operations a second a rank, {source}")
-        sources.append(f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed")
-    else:
-        compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(options.ranks)
-        kernels, sums = measure_kernels() / options.ranks, measure_sums() / options.ranks
-        shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
-        sources.append(f"computing: a few of the model's blocks, trained for a moment on this machine{shared}")
-        sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
-        rates = dataclasses.replace(
-            rates, kernel_bytes_s=kernels, gradient_bytes_s=gradient_bytes_s, sum_bytes_s=sums, use_s=use_s
-        )
-    if options.ranks * options.nodes > 1:
-        sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network")
-    if options.near_bytes_s is not None:
-        sources.append(f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by --near-network")
-    if options.gpu_bytes is not None:
-        sources.append(f"between memory and GPU: {link_bytes_s / 1e9:.3g} GB/s each way, {link_source}")
-    return rates, compute, sources
-
-
-def _link_speed(options: PlanOptions) -> tuple[float, str]:
-    """Bytes a second each way between memory and an accelerator, and where they are from: given, measured here, or assumed."""
-    if options.link_bytes_s is not None:
-        return options.link_bytes_s, "by --link"
-    measured = measure_link(find_device()) if options.gpu_bytes is not None else None
-    if measured is not None:
-        return measured, "measured here with pinned memory, both ways at once"
-    return _ASSUMED_LINK, "assumed: give --link"
-
-
-def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
-    """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this machine's free memory."""
-    precision, num_bytes, folders = precision_of(config), available_bytes(), _folders_here(config)
-    compute = compute_of(config, precision)
-    copy = copy_bytes(shape, precision, bool(folders), compute)
-    if copy > num_bytes:
-        raise ValueError(
-            f"a small copy of the model, to measure how fast this machine computes, takes {copy} bytes and {num_bytes} are "
-            "free: give --flops, the operations a second that a rank reaches"
-        )
-    micro = micro_batch_of(config, 1)
-    return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders, compute)
-
-
-def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates, str]:
-    """The disk's rates, and where they are from: given, tuned, measured in the config's own folders when all are here, or
-    assumed."""
-    if options.nvme_rate is not None:
-        read, write = parse_rates(options.nvme_rate)
-        return Rates(read, write, is_disk_duplex=options.is_duplex), "disk: given by --nvme-rate"
-    if options.rates is not None:
-        return tuned_speed(options.rates)
-    folders = _folders_here(config)
-    if folders:
-        measured = measure_disks(folders, _PROBE_S)
-        read, write = measured.read_bytes_s, measured.write_bytes_s
-        where = f"measured in {', '.join(map(str, folders))}"
-        source = f"disk: {read / 1e9:.1f} GB/s read, {write / 1e9:.1f} written, {where}"
-    else:
-        read, write = _ASSUMED_DISK
-        how = "assumed: give --nvme-rate, or --rates from `tune`"
-        source = f"disk: {read / 1e9:g} GB/s read, {write / 1e9:g} written, {how}"
-    source = source if nvme_folders(config) else "disk: not used"
-    return Rates(read, write, is_disk_duplex=options.is_duplex), source
-
-
-def _folders_here(config: Mapping[str, Any]) -> list[Path]:
-    """The folders that states may rest in; empty unless all of them are on this machine."""
-    folders = [Path(folder) for folder in nvme_folders(config)]
-    return folders if all(folder.is_dir() for folder in folders) else []
-
-
 # ---- tables, and the same figures as JSON ----------------------------------------------------------------------------
 
-_LANES = {"maths": "computing", "disk": "disk", "disk read": "disk", "disk write": "disk", "kernels": "CPU kernels"}
+_LANES = {"maths": "compute", "disk read": "disk", "disk write": "disk", "link up": "link", "link down": "link"}
 
 
-def print_plan(planned: Planned, advice: Sequence[Advice], sources: Sequence[str], console: Console) -> None:
+Overlaps = Mapping[str, Overlapped]
+
+
+def print_plan(
+    planned: Planned, advice: Sequence[Advice], overlaps: Overlaps, sources: Sequence[str], console: Console
+) -> None:
     """Tiers, edges, phases, whether it fits, and what to change."""
     cluster = planned.scenario.cluster
     ranks = f"{cluster.num_ranks} rank{'s' * (cluster.num_ranks > 1)}"
@@ -228,6 +101,8 @@ def print_plan(planned: Planned, advice: Sequence[Advice], sources: Sequence[str
     console.print(_tier_table(planned))
     console.print(_edge_table(planned))
     console.print(_phase_table(planned))
+    if len(overlaps) > 1:
+        console.print(_overlap_table(overlaps))
     for source in sources:
         console.print(f"  {source}")
     frozen_bytes = planned.plan.frozen_disk_bytes
@@ -236,10 +111,18 @@ def print_plan(planned: Planned, advice: Sequence[Advice], sources: Sequence[str
         console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}")
     if planned.choice is not None:
         console.print(f"  {planned.choice}")
+    if (budget := planned.policy.device_bytes) is not None:
+        units = planned.plan.division.units
+        there = sum(unit.is_resident for unit in units)
+        console.print(
+            f"  {there} of {len(units)} units stay on the GPU; the plan may take {format_bytes(budget)} of it"
+        )
     _print_verdict(planned, advice, console)
 
 
-def plan_figures(planned: Planned, advice: Sequence[Advice], sources: Sequence[str]) -> dict[str, Any]:
+def plan_figures(
+    planned: Planned, advice: Sequence[Advice], overlaps: Overlaps, sources: Sequence[str]
+) -> dict[str, Any]:
     """What `--json` writes."""
     cluster = planned.scenario.cluster
     return {
@@ -252,8 +135,14 @@ def plan_figures(planned: Planned, advice: Sequence[Advice], sources: Sequence[s
         "moved_bytes": {edge: dict(by) for edge, by in planned.forecast.moved_bytes.items()},
         "seconds": dict(planned.forecast.seconds),
         "busy_s": {lane: dict(by) for lane, by in planned.forecast.busy_s.items()},
+        "limits_s": dict(planned.forecast.limits_s),
+        "limited_by": planned.forecast.limited_by,
+        "overlaps": [_figures_of(name, each) for name, each in overlaps.items()],
         "tokens_per_s": planned.tokens_per_s,
         "choice": str(planned.choice) if planned.choice is not None else None,
+        "activations": planned.policy.activations.name if planned.policy.activations is not None else None,
+        "device_budget_bytes": planned.policy.device_bytes,
+        "pinned_bytes": planned.pinned_bytes,
         "sources": list(sources),
         "frozen_disk_bytes": planned.plan.frozen_disk_bytes,
         "fits": not planned.problems,
@@ -276,6 +165,8 @@ def _tier_table(planned: Planned) -> Table:
         total = planned.tier_bytes(tier)
         per_node = "" if tier is Tier.DEVICE else f"; {format_bytes(total * cluster.ranks_per_node)} per node"
         given = f", of {format_bytes(limit)} given" if limit is not None else ""
+        if tier is Tier.HOST and planned.pinned_bytes:
+            given += f"; {format_bytes(planned.pinned_bytes)} of a rank's pinned, as its driver must allow"
         shown.add_row(f"= {tier.name}", tier.name, format_bytes(total), f"per rank{per_node}{given}", style="bold")
         shown.add_section()
     return shown
@@ -298,6 +189,34 @@ def _phase_table(planned: Planned) -> Table:
         shown.add_row(phase, f"{forecast.seconds[phase]:.3f}", _LANES.get(lane, lane), f"{busy:.3f} s")
     shown.add_row("together", f"{forecast.total_s:.3f}", "", f"{planned.tokens_per_s:.1f} tokens/s", style="bold")
     return shown
+
+
+def _overlap_table(overlaps: Overlaps) -> Table:
+    columns = ("overlap", ">iteration", "limited by", ">read", ">written", ">more disk")
+    shown = table("what a step runs beside, per rank", *columns)
+    for name, each in overlaps.items():
+        row = _figures_of(name, each)
+        limit_s = each.forecast.limits_s[row["limited_by"]]
+        shown.add_row(
+            name,
+            f"{row['iteration_s']:.3f} s",
+            f"{row['limited_by']}, {limit_s:.3f} s",
+            *(format_bytes(row[key]) for key in ("read_bytes", "written_bytes", "extra_disk_bytes")),
+        )
+    return shown
+
+
+def _figures_of(name: str, overlapped: Overlapped) -> dict[str, Any]:
+    forecast = overlapped.forecast
+    return {
+        "overlap": name,
+        "iteration_s": forecast.total_s,
+        "limits_s": dict(forecast.limits_s),
+        "limited_by": forecast.limited_by,
+        "read_bytes": forecast.edge_bytes("NVME -> HOST"),
+        "written_bytes": forecast.edge_bytes("HOST -> NVME"),
+        "extra_disk_bytes": overlapped.extra_disk_bytes,
+    }
 
 
 def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from tiermem.config import load_config, resolve_auto
 from tiermem.config.optimizer import BatchSizes
-from tiermem.forecast import Choice, Forecast, Rates, choose, forecast_step, uses_of
+from tiermem.forecast import Choice, Forecast, Placement, Rates, choose, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
@@ -30,10 +30,11 @@ from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import Mistake, format_bytes
 from tiermem.zero.budget import make_plan
 from tiermem.zero.chunked_loss import CHUNK_BYTES
-from tiermem.zero.plan import Plan, Row
+from tiermem.zero.plan import ACTIVATION_CHUNK_BYTES, Plan, Row
 from tiermem.zero.state_layout import StateLayout
+from tiermem.zero.step_run import overlap_of
 from tiermem.zero.topology import Topology, plan_topology
-from tiermem.zero.unit import Division, divide
+from tiermem.zero.unit import divide
 
 PLACES = {Tier.DEVICE: "the GPU of a rank", Tier.HOST: "the memory of a node", Tier.NVME: "the disks of a node"}
 """What a limit of a tier is a limit of."""
@@ -86,20 +87,12 @@ class Budget:
         return f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.host_bytes)} for the store"
 
 
-def plan_budget(
-    cap_bytes: int,
-    resident_bytes: int,
-    sizes: ModelSizes,
-    num_tokens: int,
-    precision: str,
-    is_checkpointing: bool,
-    compute: str | None = None,
-) -> Budget:
-    """The budget of a run: `resident_bytes` measured after imports, `num_tokens` of one micro-batch."""
+def plan_budget(cap_bytes: int, resident_bytes: int, activations: Activations, home: Tier | None = None) -> Budget:
+    """The budget of a run: `resident_bytes` measured after imports; home: of the inputs of checkpointed blocks."""
     margin = max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes))
     terms = (
         Row("interpreter and libraries", Tier.HOST, resident_bytes, "resident after the imports, measured"),
-        *activation_rows(sizes, num_tokens, precision, is_checkpointing, is_gpu=False, compute=compute),
+        *(row for row in activations.rows(home) if row.tier is Tier.HOST),
         Row("margin", Tier.HOST, margin, "stacks, page tables, Python objects"),
     )
     return Budget(cap_bytes, terms)
@@ -113,17 +106,17 @@ def check_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Budget | None:
     """
     if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
         return None
-    budget = _budget(job, job.memory_limit_bytes, resident_bytes)
+    budget = budget_of(job, job.memory_limit_bytes, resident_bytes, is_gpu)
     if _fits(job, budget, is_gpu):
         return budget
     small, enough = job.memory_limit_bytes, 2 * job.memory_limit_bytes
-    while not _fits(job, _budget(job, enough, resident_bytes), is_gpu):
+    while not _fits(job, budget_of(job, enough, resident_bytes, is_gpu), is_gpu):
         small, enough = enough, 2 * enough
         if enough > _NO_CAP_BYTES:  # something else is wrong: the start says what
             return budget
     while enough - small > _CAP_STEP_BYTES:
         middle = (small + enough) // 2
-        fits = _fits(job, _budget(job, middle, resident_bytes), is_gpu)
+        fits = _fits(job, budget_of(job, middle, resident_bytes, is_gpu), is_gpu)
         small, enough = (small, middle) if fits else (middle, enough)
     least = f"--memory {-(-enough // _CAP_STEP_BYTES) * (_CAP_STEP_BYTES >> 20)}MiB"
     raise Mistake(
@@ -137,9 +130,11 @@ _CAP_STEP_BYTES = 10 << 20
 _NO_CAP_BYTES = 1 << 44
 
 
-def _budget(job: Job, cap_bytes: int, resident_bytes: int) -> Budget:
-    sizes, tokens = ModelSizes.of(job.shape), job.batch * job.seq
-    return plan_budget(cap_bytes, resident_bytes, sizes, tokens, job.precision, job.is_checkpointing, job.compute)
+def budget_of(job: Job, cap_bytes: int, resident_bytes: int, is_gpu: bool) -> Budget:
+    """The budget of a job under a cap, with the inputs of checkpointed blocks where its config has them."""
+    activations = Activations.of(job, is_gpu)
+    home = resolve_auto(load_config(job.config), activations.sizes.hidden).policy().activations
+    return plan_budget(cap_bytes, resident_bytes, activations, home)
 
 
 def _fits(job: Job, budget: Budget, is_gpu: bool) -> bool:
@@ -162,53 +157,120 @@ def has_chunked_loss(sizes: ModelSizes, num_tokens: int) -> bool:
     return sizes.is_llama and 4 * num_tokens * sizes.vocabulary > _LOGITS_WHOLE_BYTES
 
 
-def activation_rows(
-    sizes: ModelSizes,
-    num_tokens: int,
-    precision: str,
-    is_checkpointing: bool,
-    is_gpu: bool,
-    compute: str | None = None,
-) -> list[Row]:
-    """Returns the rows of a forward and backward of `num_tokens`, at their peak, on the tier where the maths runs.
+class Activations(NamedTuple):
+    """A micro-batch's activations on one rank: their memory, where block inputs may rest, and what that leaves to the plan."""
 
-    precision: of weights and their gradients; compute: of products and activations, where it is another.
-    """
-    compute = compute or precision
-    element, tier = DTYPES[compute].itemsize, Tier.DEVICE if is_gpu else Tier.HOST
-    at_rest = DTYPES[precision].itemsize
-    saved = saved_bytes_per_token(sizes, compute)
-    block = num_tokens * saved
-    if is_checkpointing:
-        kept = sizes.num_layers * num_tokens * sizes.hidden * element
-        kept_why = f"{sizes.num_layers} block inputs of {num_tokens} x {sizes.hidden} x {element} B"
-    else:
-        kept = sizes.num_layers * block
-        kept_why = f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
-    working = 2 * block if is_checkpointing else block
-    logits = num_tokens * sizes.vocabulary * (2 * element + 12)
-    loss_why = f"{num_tokens} x {sizes.vocabulary}: in {compute}, float, softmax, gradient"
-    if has_chunked_loss(sizes, num_tokens):
-        head = sizes.vocabulary * sizes.hidden * 2 * max(element, 4 if compute == "fp16" else element)
-        logits = CHUNK_BYTES // 4 * (2 * element + 12) + head + num_tokens * sizes.hidden * element
-        loss_why = f"chunks of {CHUNK_BYTES} B in float; the head's gradient, twice"
-    heap = int(HEAP_PART * (kept + working + logits))
-    heap_why = f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"
-    terms = [
-        ("activations", kept, kept_why),
-        ("one block at work", working, "recomputed and " * is_checkpointing + "turned into gradients"),
-        ("logits and loss", logits, loss_why),
-        ("gradients in autograd", sizes.unit_numel * at_rest, f"largest unit: {sizes.unit_numel} x {at_rest} B"),
-    ]
-    if compute != precision:
-        wide = sizes.weight_numel * element
-        terms.append(("wide gradient", wide, f"the largest weight's in {compute}, before it is rounded to {precision}"))
-    on_cpu_only = [
-        ("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
-        ("gradients before", sizes.block_numel * at_rest, "the last block's: freed, kept by the C library's heap"),
-        ("allocator", heap, heap_why),
-    ]
-    return [Row(what, tier, num_bytes, why) for what, num_bytes, why in (*terms, *([] if is_gpu else on_cpu_only))]
+    sizes: ModelSizes
+    num_tokens: int
+    precision: str
+    """Of weights and their gradients: "bf16", "fp16" or "fp32"."""
+    compute: str
+    """Of products and activations."""
+    is_checkpointing: bool
+    is_gpu: bool
+    at_once: int | None = None
+    """Micro-batches that go through the model block by block (accumulation "layers"); None: one after the other."""
+
+    @staticmethod
+    def of(job: Job, is_gpu: bool) -> Activations:
+        """Those of a run. Raises ValueError for a shape that lacks a size."""
+        sizes, kept = ModelSizes.of(job.shape), job.is_checkpointing or job.at_once is not None
+        return Activations(sizes, job.batch * job.seq, job.precision, job.compute, kept, is_gpu, job.at_once)
+
+    @property
+    def input_bytes(self) -> int:
+        """Of the inputs of one checkpointed block, of all micro-batches at once; 0: nothing is recomputed."""
+        return (self.at_once or 1) * self._hidden_bytes if self.is_checkpointing else 0
+
+    @property
+    def _hidden_bytes(self) -> int:
+        return self.num_tokens * self.sizes.hidden * DTYPES[self.compute].itemsize
+
+    def moves_inputs(self, home: Tier | None) -> bool:
+        """Whether inputs of checkpointed blocks leave the place of the maths for this home (`OffloadPolicy.activations`)."""
+        return self.is_checkpointing and (home is Tier.NVME or (home is Tier.HOST and self.is_gpu))
+
+    def rows(self, home: Tier | None = None) -> list[Row]:
+        """The rows of a forward and backward at their peak, on the tier where the maths runs; home: see `moves_inputs`."""
+        sizes, num_tokens, tier = self.sizes, self.num_tokens, Tier.DEVICE if self.is_gpu else Tier.HOST
+        element, at_rest = DTYPES[self.compute].itemsize, DTYPES[self.precision].itemsize
+        saved = saved_bytes_per_token(sizes, self.compute)
+        block = num_tokens * saved
+        if self.is_checkpointing:
+            num_here = min(_INPUTS_HERE, sizes.num_layers) if self.moves_inputs(home) else sizes.num_layers
+            kept = num_here * self.input_bytes
+            each = f"{self.at_once} x " * ((self.at_once or 1) > 1)
+            kept_why = f"{num_here} block inputs of {each}{num_tokens} x {sizes.hidden} x {element} B"
+        else:
+            kept = sizes.num_layers * block
+            kept_why = f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
+        working = 2 * block if self.is_checkpointing else block
+        logits, loss_why = self._loss()
+        heap = int(HEAP_PART * (kept + working + logits))
+        heap_why = f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"
+        work_why = "recomputed and " * self.is_checkpointing + "turned into gradients"
+        terms = [
+            ("activations", kept, kept_why),
+            ("one block at work", working, work_why),
+            ("logits and loss", logits, loss_why),
+            ("gradients in autograd", sizes.unit_numel * at_rest, f"largest unit: {sizes.unit_numel} x {at_rest} B"),
+        ]
+        if self.at_once is not None:
+            between_why = f"hidden states, later gradients, of {self.at_once} micro-batches and one"
+            terms.append(("between blocks", self.input_bytes + self._hidden_bytes, between_why))
+        if self.compute != self.precision:
+            wide_why = f"the largest weight's in {self.compute}, before it is rounded to {self.precision}"
+            terms.append(("wide gradient", sizes.weight_numel * element, wide_why))
+        on_cpu_only = [
+            ("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
+            ("gradients before", sizes.block_numel * at_rest, "the last block's: freed, kept by the C library's heap"),
+            ("allocator", heap, heap_why),
+        ]
+        terms += [] if self.is_gpu else on_cpu_only
+        return [Row(what, tier, num_bytes, why) for what, num_bytes, why in terms]
+
+    def placements(
+        self, policy: OffloadPolicy, device_bytes: int | None, host_bytes: int | None, ranks_on_node: int = 1
+    ) -> list[Placement]:
+        """The homes that inputs may have under a policy, each with what it leaves to the plan; the one in use first.
+
+        device_bytes: of an accelerator, for the plan and activations together; host_bytes: of a node, for the plan beside the
+        activations as the policy has them; None: no limit, or not to be changed.
+        """
+        homes = [policy.activations]
+        if policy.activations is None and self.is_gpu and self.is_checkpointing:
+            homes += [Tier.HOST, *([Tier.NVME] if policy.paths else [])]
+        elif policy.activations is None and self.input_bytes >= _ALWAYS_MAPPED_BYTES and policy.paths:
+            homes += [Tier.NVME]
+        chunks = -(-self.input_bytes // ACTIVATION_CHUNK_BYTES)
+        at_home = self.sizes.num_layers * chunks * ACTIVATION_CHUNK_BYTES
+        here = {home: sum(row.num_bytes for row in self.rows(home)) for home in homes}
+        found = []
+        for home in homes:
+            on_device = max(1, device_bytes - here[home]) if self.is_gpu and device_bytes is not None else None
+            on_host = None
+            if not self.is_gpu and host_bytes is not None and len(homes) > 1:
+                on_host = host_bytes + (here[policy.activations] - here[home]) * ranks_on_node
+            found.append(Placement(home, at_home if self.moves_inputs(home) else None, on_device, on_host))
+        return found
+
+    def _loss(self) -> tuple[int, str]:
+        """Bytes of logits and loss, and the reason."""
+        sizes, num_tokens, element = self.sizes, self.num_tokens, DTYPES[self.compute].itemsize
+        if not has_chunked_loss(sizes, num_tokens):
+            why = f"{num_tokens} x {sizes.vocabulary}: in {self.compute}, float, softmax, gradient"
+            return num_tokens * sizes.vocabulary * (2 * element + 12), why
+        head = sizes.vocabulary * sizes.hidden * 2 * max(element, 4 if self.compute == "fp16" else element)
+        chunks = CHUNK_BYTES // 4 * (2 * element + 12)
+        why = f"chunks of {CHUNK_BYTES} B in float; the head's gradient, twice"
+        return chunks + head + num_tokens * sizes.hidden * element, why
+
+
+_INPUTS_HERE = 2
+"""Inputs that are where the maths runs although others rest elsewhere: the one in use, and one on its way."""
+
+_ALWAYS_MAPPED_BYTES = 32 << 20
+"""glibc maps blocks from this size on, always: the memory of an input that leaves the CPU's heap is free then, and no gap."""
 
 
 def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:
@@ -271,6 +333,29 @@ class Scenario:
     seq: int
     is_checkpointing: bool = False
 
+    def compute_of(self, num_tokens: int, is_by_layer: bool) -> Compute:
+        """The seconds of the maths of a micro-batch of so many tokens. is_by_layer: with accumulation "layers"."""
+        if isinstance(self.compute, Compute):
+            return self.compute
+        return Compute.of_peak(self.compute, num_tokens, self.is_checkpointing or is_by_layer)
+
+    def activations_of(self, num_tokens: int, at_once: int | None) -> Activations:
+        """The activations of a micro-batch of so many tokens; at_once: see Activations. Raises ValueError for a shape that
+        lacks a size."""
+        sizes, is_gpu = ModelSizes.of(self.shape), self.cluster.gpu_bytes is not None
+        precision = resolve_auto(load_config(self.config), sizes.hidden).precision
+        compute = compute_of(self.config, precision)
+        is_checkpointing = self.is_checkpointing or at_once is not None
+        return Activations(sizes, num_tokens, precision, compute, is_checkpointing, is_gpu, at_once)
+
+
+class Overlapped(NamedTuple):
+    """A scenario with another `overlap`."""
+
+    forecast: Forecast
+    extra_disk_bytes: int
+    """That it takes of a rank's disks beside what "none" takes."""
+
 
 class Problem(NamedTuple):
     """A tier that is too small: bytes of one node, or of one GPU."""
@@ -300,6 +385,12 @@ class Planned:
         tokens = self.batch.micro * self.scenario.seq * self.batch.accumulation * self.scenario.cluster.num_ranks
         return tokens / self.forecast.total_s if self.forecast.total_s else 0.0
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of HOST memory that one rank registers with its accelerator's driver, which may have a limit on them."""
+        is_pinned = self.scenario.cluster.gpu_bytes is not None and self.policy.pin_memory
+        return self.plan.link_bytes if is_pinned else 0
+
     def tier_bytes(self, tier: Tier) -> int:
         """Bytes of a tier that one rank takes."""
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
@@ -321,53 +412,85 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     Raises ValueError for a config or model that cannot be: what a real start would refuse too.
     """
     cluster = scenario.cluster
-    loaded = load_config(scenario.config)
-    sizes = ModelSizes.of(scenario.shape)
-    loaded = resolve_auto(loaded, sizes.hidden)
+    loaded = resolve_auto(load_config(scenario.config), ModelSizes.of(scenario.shape).hidden)
     model = meta_model(scenario.shape, loaded.precision)
     batch = loaded.batch(cluster.num_ranks)
     is_gpu = cluster.gpu_bytes is not None
-    num_tokens = batch.micro * scenario.seq
-    extra = [
-        INTERPRETER,
-        *activation_rows(
-            sizes,
-            num_tokens,
-            loaded.precision,
-            scenario.is_checkpointing,
-            is_gpu,
-            compute_of(scenario.config, loaded.precision),
-        ),
-    ]
-    policy = loaded.policy()
+    num_tokens, policy, is_host_open = batch.micro * scenario.seq, loaded.policy(), False
+    activations = scenario.activations_of(num_tokens, batch.accumulation if policy.accumulation == "layers" else None)
     if policy.host_bytes is None and cluster.host_bytes is not None:  # the store has what a node's memory leaves
-        outside_bytes = sum(row.num_bytes for row in extra if row.tier is Tier.HOST)
+        outside = [INTERPRETER, *activations.rows(policy.activations)]
+        outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
         left = cluster.host_bytes - outside_bytes * cluster.ranks_per_node
-        policy = dataclasses.replace(policy, host_bytes=max(1, left))
+        policy, is_host_open = dataclasses.replace(policy, host_bytes=max(1, left)), True
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
-    compute = scenario.compute
-    if not isinstance(compute, Compute):
-        compute = Compute.of_peak(compute, num_tokens, scenario.is_checkpointing)
-    choice = None
-    if chooses and policy.host_bytes is not None:
-        num_ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
-        with contextlib.suppress(ValueError):  # not even the rule's plan fits
-            choice = choose(model, policy, scenario.rates, compute, num_ranks, per_node, is_gpu, batch.accumulation)
+    choice, num_ranks, per_node = None, cluster.num_ranks, cluster.ranks_per_node
+    open_bytes = policy.host_bytes if is_host_open else None
+    placements = activations.placements(policy, cluster.gpu_bytes, open_bytes, per_node)
+    with contextlib.suppress(ValueError):  # not even the rule's plan fits
+        if chooses and (policy.host_bytes is not None or is_gpu):
+            compute = scenario.compute_of(num_tokens, policy.accumulation == "layers")
+            more: dict[str, Any] = {"placements": placements, "input_bytes": activations.input_bytes}
+            choice = choose(
+                model, policy, scenario.rates, compute, num_ranks, per_node, is_gpu, batch.accumulation, **more
+            )
             policy = choice.policy
-    division, plan, policy = _plan(model, policy, topology, is_gpu, cluster.ranks_per_node)
-    uses = uses_of(model, division, compute)
-    forecast = forecast_step(
-        division, plan, policy, topology, uses, scenario.rates, is_gpu, cluster.ranks_per_node, batch.accumulation
-    )
+        else:
+            policy = placed(model, policy, placements, topology, is_gpu, per_node)
+    plan, policy = _plan(model, policy, topology, is_gpu, per_node)
+    forecast = _forecast(scenario, model, plan, policy, batch)
     return Planned(
         scenario=scenario,
         num_params=sum(p.numel() for p in model.parameters()),
         policy=policy,
         plan=plan,
-        lines=(*plan.rows, *extra),
+        lines=(*plan.rows, INTERPRETER, *activations.rows(policy.activations)),
         forecast=forecast,
         batch=batch,
         choice=choice,
+    )
+
+
+def overlaps_of(planned: Planned) -> dict[str, Overlapped]:
+    """The scenario with each `overlap` that changes a step of it, the first is "none". Otherwise it is planned alike.
+
+    Without "backward": a forecast plays it as "forward".
+    """
+    scenario, found = planned.scenario, dict[str, Overlapped]()
+    cluster, batch = scenario.cluster, planned.batch
+    is_gpu = cluster.gpu_bytes is not None
+    model = meta_model(scenario.shape, resolve_auto(load_config(scenario.config), 1).precision)
+    none_bytes = 0
+    for overlap in ("none", "forward"):
+        if overlap != "none" and planned.policy.step_in_backward:
+            continue  # its steps end in backward
+        changed = dataclasses.replace(planned.policy, overlap=overlap)
+        topology = plan_topology(cluster.num_ranks, changed, cluster.ranks_per_node)
+        plan, changed = _plan(model, changed, topology, is_gpu, cluster.ranks_per_node)
+        if overlap == "none":
+            none_bytes = plan.disk_bytes
+        elif overlap_of(changed, plan, is_gpu) != overlap:
+            continue
+        forecast = _forecast(scenario, model, plan, changed, batch)
+        found[overlap] = Overlapped(forecast, plan.disk_bytes - none_bytes)
+    return found
+
+
+def _forecast(scenario: Scenario, model: nn.Module, plan: Plan, policy: OffloadPolicy, batch: BatchSizes) -> Forecast:
+    cluster, num_tokens = scenario.cluster, batch.micro * scenario.seq
+    at_once = batch.accumulation if policy.accumulation == "layers" else None
+    topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
+    return forecast_step(
+        plan.division,
+        plan,
+        policy,
+        topology,
+        uses_of(model, plan.division, scenario.compute_of(num_tokens, at_once is not None)),
+        scenario.rates,
+        cluster.gpu_bytes is not None,
+        cluster.ranks_per_node,
+        batch.accumulation,
+        input_bytes=scenario.activations_of(num_tokens, at_once).input_bytes,
     )
 
 
@@ -388,16 +511,35 @@ def transformers() -> Any:
     return importlib.import_module("transformers")
 
 
+def placed(
+    model: nn.Module,
+    policy: OffloadPolicy,
+    placements: Sequence[Placement],
+    topology: Topology,
+    is_gpu: bool,
+    ranks_on_node: int,
+) -> OffloadPolicy:
+    """The policy with the first placement whose plan fits. Raises ValueError where none fits."""
+    division = divide(model, policy, topology.num_shards)
+    for placement in placements:
+        changed = dataclasses.replace(policy, **placement.fields(policy))
+        with contextlib.suppress(ValueError):
+            plan = make_plan(division, changed, topology, is_gpu, ranks_on_node)
+            if placement.device_bytes is None or plan.device_bytes <= placement.device_bytes:
+                return changed
+    raise ValueError("no placement of activations leaves room for a plan")
+
+
 def _plan(
     model: nn.Module, policy: OffloadPolicy, topology: Topology, is_gpu: bool, ranks_on_node: int
-) -> tuple[Division, Plan, OffloadPolicy]:
+) -> tuple[Plan, OffloadPolicy]:
     """The plan within the budget, or, when nothing fits it, the smallest there is without one."""
     division = divide(model, policy, topology.num_shards)
     try:
-        return division, make_plan(division, policy, topology, is_gpu, ranks_on_node), policy
+        return make_plan(division, policy, topology, is_gpu, ranks_on_node), policy
     except ValueError:
         if policy.host_bytes is None:
             raise
     free = dataclasses.replace(policy, host_bytes=None, resident_bytes=policy.resident_bytes or 0)
     division = divide(model, free, topology.num_shards)
-    return division, make_plan(division, free, topology, is_gpu, ranks_on_node), free
+    return make_plan(division, free, topology, is_gpu, ranks_on_node), free

@@ -15,7 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiermem.tools.run_record import PHASES, Span, covered, lanes_of, read_spans, rows_of, within
+from tiermem.tools.run_record import (
+    PHASES,
+    TAIL,
+    Span,
+    covered,
+    lanes_of,
+    read_spans,
+    rows_of,
+    together_ns,
+    with_tails,
+    within,
+    without_waits,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +39,7 @@ _COLOURS = {
     "forward": "#4c78a8",
     "backward": "#b279a2",
     "step": "#f58518",
+    "unit": "#4c78a8",
     "compute": "#54a24b",
     "check": "#d67195",
     "read": "#72b7b2",
@@ -39,7 +52,10 @@ _GREY = "#888888"
 _MAX_ROWS = 6
 _BAND_GAP = 0.5
 _PHASES_LABEL = "phase"
+_LABELS = {"unit": "maths", "gather": "link", "read": "disk reads", "write": "disk writes", "compute": "kernels"}
+"""What the picture calls a lane, where it is not the lane's name."""
 _MAX_READABLE_SPANS = 250
+_LEAST_NAMED = 0.04  # of the width: a phase that has room for its name
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -155,8 +171,9 @@ def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
     if step is None:
         return None
     start, end = step["start_ns"], step["end_ns"]
+    spans = without_waits(within(with_tails(spans), start, end))
     stretches = [(start, end)]
-    tiles = [span for span in within(spans, start, end) if span.lane not in PHASES]
+    tiles = [span for span in spans if span.lane not in PHASES]
     if len(tiles) > _MAX_READABLE_SPANS:
         middle = tiles[len(tiles) * 3 // 4].start_ns
         stretches.append((middle, min(end, middle + (end - start) * _MAX_READABLE_SPANS // len(tiles) // 2)))
@@ -175,7 +192,8 @@ def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
     rates = ""
     if disk:
         rates = f"; disk measured {disk['read_bytes_s'] / 1e9:.1f} read, {disk['write_bytes_s'] / 1e9:.1f} write GB/s"
-    figure.suptitle(f"{run['name']}: step {step['step']}, {(end - start) / 1e9:.2f} s{rates}", fontsize=12)
+    together = f"; two or more of maths, link, disk and kernels at once: {together_ns(spans) / (end - start):.0%}"
+    figure.suptitle(f"{run['name']}: step {step['step']}, {(end - start) / 1e9:.2f} s{rates}{together}", fontsize=12)
     return figure
 
 
@@ -186,7 +204,8 @@ Band = tuple[str, list[list[Span]], float]
 def _bands_of(spans: Sequence[Span], start_ns: int, end_ns: int) -> list[Band]:
     """The lanes of a stretch of time, from top to bottom: the phases in one band, then a band for each other lane."""
     lanes = lanes_of(spans)
-    bands: list[Band] = [(_PHASES_LABEL, [[span for span in spans if span.lane in PHASES]], 2.0)]
+    phases = rows_of([span for span in spans if span.lane in PHASES]) or [[]]
+    bands: list[Band] = [(_PHASES_LABEL, phases, 2.0 * len(phases))]
     for lane, members in lanes.items():
         if lane not in PHASES:
             rows = rows_of(members)[:_MAX_ROWS]
@@ -217,17 +236,20 @@ def _draw_band(ax: Axes, rows: list[list[Span]], top: float, height: float, orig
             colour = _COLOURS.get(lane, _GREY)
             edge = "white" if lane in ("read", "write", "wait") else colour  # thin bars must not drown in their edges
             ax.broken_barh(bars, (y + 0.04, row_height - 0.08), facecolors=colour, edgecolor=edge, linewidth=0.3)
+        left, right = ax.get_xlim()
         if is_phase:
             for span in row:
+                if (span.end_ns - span.start_ns) / 1e6 < _LEAST_NAMED * (right - left):
+                    continue
                 x = ((span.start_ns + span.end_ns) / 2 - origin) / 1e6
-                text = f"{span.lane}\n{(span.end_ns - span.start_ns) / 1e6:.0f} ms"
+                text = f"{TAIL if span.name == TAIL else span.lane}\n{(span.end_ns - span.start_ns) / 1e6:.0f} ms"
                 ax.text(x, y + row_height / 2, text, ha="center", va="center", fontsize=8.5, color="white")
 
 
 def _lane_label(lane: str, spans: Sequence[Span], seconds: float) -> str:
     """A lane's name, how long it was busy, and what it moved."""
     busy = covered(spans)
-    label = f"{lane}\n{busy / 1e9 / seconds:.0%} busy"
+    label = f"{_LABELS.get(lane, lane)}\n{busy / 1e9 / seconds:.0%} busy"
     moved = sum(span.num_bytes for span in spans)
     if moved and lane in ("read", "write"):
         label += f"\n{moved / 1e9:.2f} GB at {moved / max(busy, 1):.1f} GB/s"

@@ -68,7 +68,16 @@ def disagreements(
 # row, in order of start, so a lane has as many rows as the most concurrent transfers.
 
 PHASES = ("forward", "backward", "step")
-LANES = (*PHASES, "compute", "check", "read", "write", "gather", "reduce", "wait")
+LANES = (*PHASES, "unit", "gather", "reduce", "read", "write", "compute", "check", "wait")
+RESOURCES = {
+    "compute": ("unit",),
+    "link": ("gather",),
+    "disk": ("read", "write"),
+    "kernels": ("compute", "check"),
+}
+"""The lanes of what a step may keep busy: the maths of modules, links, disks, and kernels of steps and checksums."""
+TAIL = "step under the forward"
+"""The name of the part of a step that goes on after its return."""
 
 
 class Span(NamedTuple):
@@ -125,6 +134,56 @@ def covered(spans: Iterable[Span]) -> float:
     for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)
+    return total
+
+
+def with_tails(spans: Sequence[Span]) -> list[Span]:
+    """The spans, and one in the lane "step" for each step that went on under the next forward: from its return to its end.
+
+    spans: in order of start. The kernels of a step's tiles are in the lane "compute", and "write" has their names.
+    """
+    steps = [span for span in spans if span.lane == "step"]
+    tiles = [span for span in spans if span.lane == "compute"]
+    names = {span.name for span in tiles}
+    tiles += [span for span in spans if span.lane == "write" and span.name in names]
+    found = list(spans)
+    for number, step in enumerate(steps):
+        before_ns = steps[number + 1].start_ns if number + 1 < len(steps) else float("inf")
+        end_ns = max((tile.end_ns for tile in tiles if step.start_ns <= tile.start_ns < before_ns), default=0)
+        if end_ns > step.end_ns:
+            found.append(Span("step", TAIL, step.end_ns, end_ns, 0))
+    return sorted(found, key=lambda span: span.start_ns)
+
+
+def without_waits(spans: Sequence[Span]) -> list[Span]:
+    """The spans of the lane "unit" cut by the waits inside them: a module that waits computes nothing. Others as they are."""
+    aside = [span for span in spans if span.lane == "wait" or (span.lane == "step" and span.name != TAIL)]
+    waits = sorted((span.start_ns, span.end_ns) for span in aside)
+    found = []
+    for span in spans:
+        start_ns = span.start_ns
+        for wait_ns, until_ns in waits if span.lane == "unit" else ():
+            if until_ns > start_ns and wait_ns < span.end_ns:
+                if wait_ns > start_ns:
+                    found.append(span._replace(start_ns=start_ns, end_ns=wait_ns))
+                start_ns = max(start_ns, until_ns)
+        if start_ns < span.end_ns or span.lane != "unit":
+            found.append(span._replace(start_ns=start_ns))
+    return sorted(found, key=lambda span: span.start_ns)
+
+
+def together_ns(spans: Sequence[Span]) -> float:
+    """How many nanoseconds at least two resources were busy together."""
+    edges: list[tuple[int, int]] = []
+    for lanes in RESOURCES.values():
+        until = 0
+        for start_ns, end_ns in sorted((span.start_ns, span.end_ns) for span in spans if span.lane in lanes):
+            edges += [(max(start_ns, until), 1), (end_ns, -1)] if end_ns > until else []
+            until = max(until, end_ns)
+    total, num_busy, since_ns = 0, 0, 0
+    for time_ns, change in sorted(edges):
+        total += time_ns - since_ns if num_busy > 1 else 0
+        num_busy, since_ns = num_busy + change, time_ns
     return total
 
 
@@ -217,6 +276,13 @@ _OF_OUTCOME = (
 )  # fmt: skip
 
 
+def median_limits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Seconds for which each resource was busy in an iteration (swap/queue.py), the median after the warm-up."""
+    told = [step["limits_s"] for step in steps if "limits_s" in step]
+    found = told[NUM_WARM_UP:] or told
+    return {name: statistics.median(each[name] for each in found) for name in found[0]} if found else None
+
+
 class Series:
     """Samples over time in bounded memory: when it is full, neighbours are merged and their larger figures kept."""
 
@@ -291,10 +357,15 @@ class RunRecord(Observer):
     def summary(self) -> dict[str, Any]:
         """The figures of the run, as `--json` writes them."""
         outcome, done, ready = self.outcome, self.done, self.ready
+        limits = median_limits(self.steps)
         last = self.steps[-1] if self.steps else {}
         figures: dict[str, Any] = {
             "losses": self.losses,
             **{key: [step[key] for step in self.steps] for key in ("forward_s", "backward_s", "step_s")},
+            "iteration_s": [(step["end_ns"] - step["start_ns"]) * 1e-9 for step in self.steps if "end_ns" in step],
+            "limits_s": limits,
+            "steps_redone": done.get("steps_redone"),
+            "limited_by": max(limits, key=lambda name: limits[name]) if limits else None,
             "grad_norms": [step.get("grad_norm") for step in self.steps],
             "tokens_per_s": self.tokens_per_s(),
             "training_s": self._training_s(),

@@ -38,6 +38,7 @@ from tiermem.tools.reports import (
     table,
 )
 from tiermem.tools.run_record import read_spans, stamp, write_trace
+from tiermem.tools.seen import keep_record
 from tiermem.tools.train_job import LIST_OF_STEPS, Resumed, find_resumed, make_job, with_saved
 from tiermem.tools.words import Mistake, save_json
 
@@ -76,6 +77,10 @@ def train(options: TrainOptions, console: Console) -> int:
     command = [sys.executable, "-m", "tiermem.tools.trainer", str(folder / "job.json"), "--channel", CHANNEL_FD]
     run = _run_one(job, command, f"tiermem {name}", folder, options, console)
     _report(run, folder, options, console)
+    if options.tuned is not None and keep_record(options.tuned, run):
+        console.print(
+            f"{options.tuned} keeps what this run has seen of its disks: tiermem plan --rates {options.tuned}"
+        )
     runs = [run]
     for peer in peers:
         runs += _run_peer(peer, job, folder, options, console)

@@ -50,7 +50,7 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
-    own: Config = {name: getattr(options, name) for name in ("resident_bytes", "durability", "keep")}
+    own: Config = {name: getattr(options, name) for name in ("resident_bytes", "durability", "keep", "overlap")}
     computed = None if precision == "fp32" or compute == "storage" else {"auto": "measured"}.get(compute or "", compute)
     own |= {"precision": options.states, "compute_dtype": computed}
     own = {key: value for key, value in own.items() if value is not None}
@@ -157,7 +157,9 @@ _DECIDED_BY_CONFIG = (
     "resident_bytes",
     "durability",
     "keep",
+    "overlap",
 )
+_ADDED = ("compute", "overlap")  # older runs have no such options
 _CARRIED = (*_DECIDED_BY_CONFIG, "data", "steps", "seq", "seed", "memory_bytes", "threads", "save_every")
 
 
@@ -200,8 +202,8 @@ def find_resumed(where: Path) -> Resumed:
             "engine.load_checkpoint"
         )
     try:
-        options = {field: saved[field] for field in (*_CARRIED, "is_checkpointing") if field != "compute"}
-        options["compute"] = saved.get("compute")  # older runs have no such option
+        options = {field: saved[field] for field in (*_CARRIED, "is_checkpointing") if field not in _ADDED}
+        options |= {field: saved.get(field) for field in _ADDED}
         return Resumed(place, step, str(saved["name"]), dict(saved["shape"]), saved["config"], options, compute_dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--resume: {place}: what tiermem train saved of itself is not complete: {error}") from error
@@ -290,7 +292,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         batch=micro_batch_of(config, batch),
         seed=seed,
         precision=precision_of(config),
-        is_checkpointing=options.is_checkpointing,
+        is_checkpointing=options.is_checkpointing or (config.get("tiermem") or {}).get("accumulation") == "layers",
         memory_limit_bytes=options.memory_bytes,
         threads=options.threads,
         nvme_paths=[str(path) for path in nvme],
@@ -298,6 +300,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         resume=str(resumed.place) if resumed is not None else None,
         save_dir=str((options.save or folder / CHECKPOINTS).absolute()) if saves else None,
         save_every=options.save_every,
+        sustained=options.sustained,
         to_save=options_to_save(options, name, shape, own),
     )
 

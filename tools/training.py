@@ -31,10 +31,13 @@ from tiermem.swap.queue import Meter
 from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.bench.small_training import PHASES
+from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
-from tiermem.tools.planned import Budget, check_cap, meta_model, state_bytes, transformers
+from tiermem.tools.planned import Activations, Budget, budget_of, check_cap, meta_model, state_bytes, transformers
 from tiermem.tools.prediction import (
+    Measured,
+    Room,
     build_model,
     choose_config,
     measure,
@@ -73,10 +76,10 @@ class Trainer:
         ceiling = self._measure_ceiling()
         self._channel.phase("measuring the maths")
         measured = measure(job, self._budget.host_bytes if self._budget is not None else None, ceiling)
-        if not isinstance(measured, str):  # what the budget leaves open is chosen by predicted time
-            config, self._choice = choose_config(config, job.shape, measured.rates, measured.compute)
         give_back_free_memory()
         forget_peak()
+        if not isinstance(measured, str):  # what the budgets leave open is chosen by predicted time
+            config = self._choose(config, measured, resident_bytes)
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
             model = build_model(
@@ -142,12 +145,26 @@ class Trainer:
         config = self._job.config
         return config if self._budget is None else with_host_bytes(config, self._budget.host_bytes)
 
+    def _choose(self, config: Config, measured: Measured, resident_bytes: int) -> Config:
+        """The config with what the budgets of host memory and of an accelerator leave open chosen by predicted time."""
+        job, device = self._job, find_device()
+        activations = Activations.of(job, is_accelerator(device))
+        left = self._budget.host_bytes if self._budget is not None else None
+        room, (compute, rates) = Room(room_on(device), left), measured
+        config, self._choice = choose_config(config, job.shape, rates, compute, activations, room)
+        if self._budget is not None:  # the inputs of blocks may rest elsewhere now
+            chosen = dataclasses.replace(job, config=config)
+            self._budget = budget_of(chosen, self._budget.cap_bytes, resident_bytes, is_accelerator(device))
+        return config
+
     def _measure_ceiling(self) -> dict[str, Any] | None:
         """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""
         if not self._job.nvme_paths:
             return None
         self._channel.phase("measuring the disk")
         folders = [Path(path) for path in self._job.nvme_paths]
+        if self._job.sustained is not None:
+            return measure_sustained_disks(folders, self._job.sustained)._asdict()
         return measure_disks(folders, _CEILING_S)._asdict()
 
     def _initialize(self, model: nn.Module, config: Config) -> Engine:
@@ -199,10 +216,14 @@ class Trainer:
         size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         for step in range(engine.global_steps + 1, job.steps + 1):
             started, meter = time.monotonic_ns(), Meter(store.recorder, store.stats)
-            seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-            losses = []
-            for micro in range(accumulation):
-                batch = dataset.batch((step - 1) * accumulation + micro, size, engine.device)
+            seconds = dict.fromkeys(("forward", "backward", "step", "whole"), 0.0)
+            losses: list[torch.Tensor] = []
+            micros = (dataset.batch((step - 1) * accumulation + i, size, engine.device) for i in range(accumulation))
+            if job.at_once is not None:
+                with self._timed(engine, seconds, "whole", step):
+                    losses.append(engine.train_batch(micros))
+                _divide_by_phase(engine, started, seconds)
+            for batch in micros:
                 with self._timed(engine, seconds, "forward", step):
                     loss = engine(**batch).loss
                 with self._timed(engine, seconds, "backward", step):
@@ -211,10 +232,11 @@ class Trainer:
                 del loss
                 with self._timed(engine, seconds, "step", step):
                     engine.step()
-            mean = float(torch.stack(losses).float().mean()) if accumulation > 1 else float(losses[0])
+            mean = float(torch.stack(losses).float().mean()) if len(losses) > 1 else float(losses[0])
             seen = meter.look()
             waits = dict(itertools.islice(seen.waits_s.items(), 5))
-            figures = {**seen.as_logged(), "waits": waits, **{f"{phase}_s": each for phase, each in seconds.items()}}
+            figures = {**seen.as_logged(), "limits_s": seen.limits_s, "waits": waits}
+            figures |= {f"{phase}_s": seconds[phase] for phase in PHASES}
             self._report_step(engine, step, started, mean, figures, size * accumulation * job.seq)
             is_last = step == job.steps or self._stop.is_asked
             if job.save_dir is not None and (is_last or (job.save_every and step % job.save_every == 0)):
@@ -250,10 +272,10 @@ class Trainer:
         self._channel.send(
             "step",
             step=step,
-            start_ns=started,
-            end_ns=time.monotonic_ns(),
             loss=loss,
             **figures,
+            start_ns=started,
+            end_ns=time.monotonic_ns(),
             tokens=tokens,
             **{key: getattr(stats, key) for key in _STATS},
             grad_norm=float(engine.get_global_grad_norm()),
@@ -267,6 +289,7 @@ class Trainer:
     def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]) -> None:
         """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
         self._channel.phase("close")
+        engine.shards.check_whole()  # the last step may be under way
         moved = counts_at_rest(engine.shards.store).since(ours)
         moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
         host_peak_bytes = engine.shards.store.stats().host_peak_bytes
@@ -278,6 +301,7 @@ class Trainer:
             **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
             paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
             host_peak_bytes=host_peak_bytes,
+            steps_redone=engine.shards.steps.num_redone,
             is_every_step_durable=engine.shards.policy.durability == "step",
             peak_rss_bytes=resident_of().peak_bytes,
             is_interrupted=self._stop.is_asked,
@@ -300,6 +324,14 @@ def load_model_classes(job: Job) -> int:
     meta_model(job.shape, job.precision)
     open_context(find_device())
     return resident_of().now_bytes
+
+
+def _divide_by_phase(engine: Engine, started_ns: int, seconds: dict[str, float]) -> None:
+    """Divides the seconds of a `train_batch` into phases: forward and backward as recorded, the rest is the step."""
+    for event in engine.shards.store.recorder.events:
+        if event.lane in PHASES[:2] and event.start_ns >= started_ns:
+            seconds[event.lane] += (event.end_ns - event.start_ns) * 1e-9
+    seconds["step"] = max(0.0, seconds.pop("whole") - seconds["forward"] - seconds["backward"])
 
 
 def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
@@ -339,6 +371,18 @@ def device_fields(device: torch.device | None = None) -> dict[str, Figures]:
     return {
         "device_memory": {**usage(device)._asdict(), "free_bytes": free, "total_bytes": total, "device": str(device)}
     }
+
+
+_TORCHS_PART = 0.05
+"""The part of an accelerator's memory for libraries' workspaces, and for gaps between torch's blocks."""
+
+
+def room_on(device: torch.device) -> int | None:
+    """Bytes of an accelerator that a plan and activations may take together; None on the CPU."""
+    if not is_accelerator(device):
+        return None
+    free, total = free_and_total(device)
+    return max(1, free - int(_TORCHS_PART * total))
 
 
 def forget_peak() -> None:

@@ -21,6 +21,7 @@ from tiermem.swap.native import IoSettings, Queue
 from tiermem.swap.passes import Passes
 from tiermem.swap.paths import NvmePath
 from tiermem.tools.bench.files import BenchFiles, check_room
+from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.machine import machine_facts, try_engines
 from tiermem.tools.options import TuneOptions
 from tiermem.tools.reports import table
@@ -284,6 +285,8 @@ def describe(io: IoSettings) -> str:
 #         "tiermem": {"engine", "paths": [{"path", "weight"}, ...], "measured": {"made_by": "tiermem tune", ...}}
 #     }
 #
+# `measured` may have "sustained", and "runs", which runs add (seen.py).
+#
 # These are two sections of a config. `load_config` reads the file as it is, and `tiermem.with_tuned` adds it to another config;
 # `measured` has no effect. The command overwrites a file only if all its content is this command's: a config that a user made
 # from it is the user's.
@@ -401,7 +404,14 @@ def tune(options: TuneOptions, console: Console) -> int:
     found = _find(options, console)
     verdict = found.verdict
     io, turn = (found.winner, verdict.tuned) if found.is_taken else (found.default, verdict.default)
-    section = section_of(io, weighed(options.paths, turn), _notes(options, found))
+    notes = _notes(options, found)
+    if options.sustained is not None:
+        with console.status("writing past the fast caches"):
+            past = measure_sustained_disks(options.paths, options.sustained)
+        notes["sustained"] = past._asdict()
+        figures = f"{past.read_bytes_s / 1e9:.2f} GB/s read, {past.write_bytes_s / 1e9:.2f} written"
+        console.print(f"sustained: {figures} ({past.sustained})")
+    section = section_of(io, weighed(options.paths, turn), notes)
     save_json(options.out, section)
     _print(found, options.out, section["tiermem"]["paths"], console)
     return 0

@@ -44,6 +44,17 @@ def parse_count(text: str) -> int:
     return _read(text, powers, "is not a number of parameters; write for example 256M, 1.3B or 4096")
 
 
+def parse_share(text: str) -> float:
+    """Reads a part of a whole: "20%". Raises ValueError for less than 1 % and for more than 90 %."""
+    try:
+        share = float(text.strip().removesuffix("%")) / 100 if text.strip().endswith("%") else 0.0
+    except ValueError:
+        share = 0.0
+    if not 0.01 <= share <= 0.9:
+        raise ValueError(f"{text!r} is no part of the free space; write 1% to 90%, such as 20%")
+    return share
+
+
 def _read(text: str, units: Mapping[str, int], wrong: str) -> int:
     match = _PATTERN.fullmatch(text)
     if match is None or match[2].lower() not in units:

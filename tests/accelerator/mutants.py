@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 
 from tiermem.optim.sharded import ShardedModel
 from tiermem.optim.tile_step import TilePass
+from tiermem.optim.tiles import StateTiles
 from tiermem.swap.accelerator import PageLock, ToHost
 from tiermem.swap.arena import Arena
-from tiermem.zero import hooks, shards
+from tiermem.swap.device_memory import DeviceMemory
+from tiermem.zero import gradients, shards
 from tiermem.zero.activations import _DiskRoom, _HostRoom, _Input, _Passing
 from tiermem.zero.gradient_link import GradientLink
+from tiermem.zero.gradient_norms import BlockSums
 from tiermem.zero.gradient_store import GradientStore
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
@@ -60,7 +63,7 @@ MUTANTS = {
         Hooks, "answer", "live.memory.join()", "pass", "two_streams_one_backward", "host"
     ),
     "the stream that gradients are accumulated on is not noted": Mutant(
-        hooks, "_note_gradient", "live.memory.note_gradient()", "pass", "two_streams_one_backward", "host"
+        Hooks, "take_up", "live.memory.note_gradient()", "None", "two_streams_one_backward", "host"
     ),
     "a home is overwritten while it is read, by a step": Mutant(
         TilePass, "_params", "tile.live.await_home()", "pass", "evaluated_between", "host"
@@ -129,12 +132,39 @@ MUTANTS = {
         TilePass, "compute", "if tile.live.shard is None or self._reads_gradients:", "if False:", "plain",
         "nvme, half of the states",
     ),
+    "a tile is stepped before its gradients are there": Mutant(
+        TilePass, "bring", "copied.synchronize()", "pass", "plain", "host, gradients on device"
+    ),
+    "gradients come to a tile before they are zeros": Mutant(
+        StateTiles, "step", "self._link.wait_stream(current_stream(shards.device))", "pass", "zeroed",
+        "host, gradients on device",
+    ),
     "what the device has stepped stays there": Mutant(
         TilePass, "compute", "original.copy_(copy, non_blocking=is_accelerator(copy.device))", "pass", "plain",
         "host, half of the states",
     ),
     "norms leave out the factors that are on the device": Mutant(
-        GradientHomes, "norms", "found = _scaled(found, numbers, factor.abs())", "pass", "scaled_by_torch", "host"
+        gradients, "with_factors", "found = _scaled(found, numbers, factor.abs())", "pass", "scaled_by_torch", "host"
+    ),
+    "norms on the device are sums of squares": Mutant(
+        GradientHomes, "norms", "squares.sqrt() *", "squares *", "clipped_by_torch", "device"
+    ),
+    "sums of squares on the device are added to those of other parameters": Mutant(
+        BlockSums, "squares_there", "found[number] = sum_of", "found[numbers[0]] = sum_of", "clipped_by_torch", "device"
+    ),
+    "an overflow on the device is not told": Mutant(
+        GradientHomes, "tell_nonfinite", "found_inf.masked_fill_(", "found_inf.clone().masked_fill_(", "scaled_by_torch",
+        "device",
+    ),
+    "two tiles have one place on the device": Mutant(
+        DeviceMemory, "take", "slab.free.take(size) if slab.kind == kind else None", "0 if slab.kind == kind else None",
+        "plain", "device",
+    ),
+    "what left comes back to other places": Mutant(
+        DeviceMemory, "come_back", "slab.memory.copy_(bytes_of, non_blocking=True)", "pass", "slept", "device"
+    ),
+    "memory is unregistered while what left comes back": Mutant(
+        DeviceMemory, "come_back", "self._await_copies()", "pass", "slept", "device"
     ),
     "memory is unregistered while it is copied": Mutant(
         shards, "release", "live.await_home()", "pass", "plain", "host"

@@ -24,6 +24,8 @@ from twins import Tower, batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
+from tiermem.config.io import OffloadState
+from tiermem.engine.facts import offload, reload
 
 Found = dict[str, Any]
 
@@ -100,6 +102,20 @@ def clipped(place: Place) -> Found:
     return train(place, seeded(Tower), max_norm=0.1)
 
 
+def zeroed(place: Place) -> Found:
+    """Every second step is taken with gradients of zero; moments move the weights on."""
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            losses.append(place.loss_of(model, step))
+            losses[-1].backward()
+            optim.step()
+            optim.zero_grad(set_to_none=False)
+            optim.step()
+        return found(shards, model, optim, losses)
+
+
 def in_bf16(place: Place) -> Found:
     return train(place, seeded(Tower).bfloat16(), max_norm=0.5, micros=2)
 
@@ -133,6 +149,43 @@ def frozen(place: Place) -> Found:
     return train(place, seeded(zoo.frozen_tower))
 
 
+def unfrozen(place: Place) -> Found:
+    """The head is trained first, then a block between two micro-batches, then all."""
+    model = seeded(Tower).bfloat16().requires_grad_(False)
+    model.head.requires_grad_(True)
+    losses = []
+    with place.shard(model, compute_dtype="fp32") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for micro in range(8):
+            if micro == 3:
+                model.layers[1].requires_grad_(True)
+            if micro == 6:
+                model.requires_grad_(True)
+            loss = place.loss_of(model, micro)
+            loss.backward()
+            losses.append(loss.detach())
+            if micro % 2:
+                optim.step(max_norm=0.5)
+                optim.zero_grad()
+        return found(shards, model, optim, losses)
+
+
+def one_matrix_of_muon(place: Place) -> Found:
+    """Python steps a whole matrix, between tiles of AdamW that are native."""
+    model, losses = seeded(Tower), []
+    with place.shard(model, tile_numel=1 << 20) as shards:
+        params = list(model.parameters())
+        others = {"params": params[:9] + params[10:], "use_muon": False}
+        optim = tiermem.Muon([{"params": params[9:10]}, others], lr=1e-2)
+        for step in range(3):
+            loss = place.loss_of(model, step)
+            loss.backward()
+            losses.append(loss.detach())
+            optim.step()
+            optim.zero_grad()
+        return found(shards, model, None, losses)
+
+
 def stepped_in_backward(place: Place) -> Found:
     return train(place, seeded(Tower), step_in_backward=True, grads=None)
 
@@ -145,6 +198,7 @@ def clipped_by_torch(place: Place) -> Found:
         for step in range(3):
             loss = place.loss_of(model, step)
             loss.backward()
+            norms += torch._foreach_norm([param.grad for param in model.parameters()])  # as torch does on CUDA
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             gradient = shards.gradient(model.layers[0].up.weight)
             optim.step()
@@ -486,16 +540,39 @@ def seen_from_outside(place: Place) -> Found:
         return result
 
 
+def slept(place: Place) -> Found:
+    """Between micro-batches and between steps everything leaves the device, and comes back."""
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            for micro in range(2):
+                loss = place.loss_of(model, 7 * step + micro)
+                (loss / 2).backward()
+                losses.append(loss.detach())
+                _sleep(shards)
+            optim.step(max_norm=0.5)
+            optim.zero_grad()
+            _sleep(shards)
+        return found(shards, model, optim, losses)
+
+
+def _sleep(shards: Shards) -> None:
+    away = offload(shards, tuple(OffloadState))
+    if away is not None:
+        reload(shards, away)
+
+
 PROGRAMS: dict[str, Program] = {
     program.__name__: program
     for program in (
-        plain, clipped, in_bf16, accumulated, checkpointed, checkpointed_reentrantly, tied, frozen, stepped_in_backward,
+        plain, clipped, zeroed, in_bf16, accumulated, checkpointed, checkpointed_reentrantly, tied, frozen, stepped_in_backward,
         clipped_by_torch, autocast, scaled_by_torch, in_fp16,
         read_after_steps, evaluated_between, inference, on_side_streams, two_streams_one_backward, after_exceptions,
         loaded_while_copies_are_pending,
         saved_and_resumed, state_dicts_moved, called_by_parts, pageable_copies, widened,
         activations_on_host, activations_on_nvme, activations_of_reentrant_blocks,
-        frozen_in_nf4,
-        seen_from_outside,
+        frozen_in_nf4, unfrozen, one_matrix_of_muon,
+        seen_from_outside, slept,
     )
 }  # fmt: skip

@@ -48,7 +48,7 @@ def test_a_mutant_is_seen(name: str, sim: ModuleType, unpinned: None, tmp_path: 
             sim.set_schedule(schedule)
             try:
                 seen = differences(run(mutant.program, mutant.home, "sim", tmp_path / str(number)), expected)
-            except RuntimeError as error:
+            except (RuntimeError, AssertionError) as error:
                 seen = [str(error)]
             if seen:
                 break

@@ -27,11 +27,15 @@ HOMES: dict[str, dict[str, Any]] = {
     "host, states on device": {"params": Tier.HOST, "optim": Tier.DEVICE},
     "host, half of the states": {"params": Tier.HOST, "optim": Tier.HOST, "optim_ratio": 0.5},
     "nvme, half of the states": {"params": Tier.NVME, "optim": Tier.NVME, "optim_ratio": 0.5},
+    "host, gradients on device": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
+    "nvme, gradients on device": {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE},
 }
 OTHERS = [home for home in HOMES if home != "nvme"]
 EVERY = [(name, home) for name in PROGRAMS for home in HOMES]
 FEW = {(name, "nvme") for name in PROGRAMS}
 FEW |= {(name, OTHERS[i % len(OTHERS)]) for i, name in enumerate(list(PROGRAMS)[::2])}
+FEW |= {("read_after_steps", "host, gradients on device"), ("saved_and_resumed", "nvme, gradients on device")}
+FEW |= {(name, "nvme, gradients on device") for name in ("unfrozen", "one_matrix_of_muon")}
 
 
 def run(name: str, home: str, device: str, folder: Path) -> Found:

@@ -45,7 +45,7 @@ class Ring:
     """The free buffers of a link. Who takes one awaits the addition of what was in it."""
 
     def __init__(self, sim: ModuleType, free: Any, adds: dict[int, int]) -> None:
-        self.sim, self.free, self.adds, self.put = sim, free, adds, free.put
+        self.sim, self.free, self.adds, self.put, self.empty = sim, free, adds, free.put, free.empty
 
     def get(self) -> Slot:
         slot: Slot = self.free.get()

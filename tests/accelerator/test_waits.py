@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from launch import launch
+from twins import Tower, loss_of, seeded
 
+import tiermem
 from accelerator.fixture import WHY_SKIPPED
-from accelerator.waits import HOMES, Counts, count
+from accelerator.waits import GRADIENTS_THERE, HOMES, THERE, Counts, count
+from tiermem import OffloadPolicy, Tier
 
 NONE = {"main": 0, "autograd": 0}
 
@@ -31,6 +36,15 @@ def test_no_wait_in_forward_and_backward_and_no_pageable_copy_in_a_step(
     assert found["step"] | NONE == found["step"], found
 
 
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_gradients_that_rest_on_the_device_wait_once(tier: Tier, sim: ModuleType, tmp_path: Path) -> None:
+    """For their norm. A helper thread waits for each tile's."""
+    sim.set_schedule("late")
+    found = count("sim", tmp_path, params=tier, optim=tier, grads=Tier.DEVICE)
+    assert_no_waits(found)
+    assert found["step"]["main"] == 1, found
+
+
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_clipping_by_torch_waits_once(home: str, sim: ModuleType, tmp_path: Path) -> None:
     """For the factor, which torch computes on the device, when the step needs it."""
@@ -50,6 +64,19 @@ def test_unscaling_clipping_and_stepping_wait_once(clips: str, home: str, sim: M
     assert (found["clipping"]["main"], found["step"]["main"]) == (0, 1), found
 
 
+@pytest.mark.parametrize("homes", [THERE, GRADIENTS_THERE], ids=["all", "gradients"])
+@pytest.mark.parametrize("clips", ["torch", "scaler", "scaler, stepped"])
+def test_gradients_on_the_device_are_unscaled_clipped_and_stepped_with_one_wait(
+    clips: str, homes: dict[str, Any], sim: ModuleType, tmp_path: Path
+) -> None:
+    """Norms and the search for an overflow need no number of the device; the step waits for sums and factors together."""
+    sim.set_schedule("late")
+    found = count("sim", tmp_path, clips=clips, **homes)
+    for phase in ("forward", "backward"):
+        assert found[phase] | NONE == found[phase], (phase, found)
+    assert (found["clipping"]["main"], found["step"]["main"]) == (0, 1), found
+
+
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 def test_no_wait_on_two_ranks(tmp_path: Path) -> None:
     backend = "cpu:gloo,sim:simccl"
@@ -58,3 +85,18 @@ def test_no_wait_on_two_ranks(tmp_path: Path) -> None:
             if home == "states on host":  # there a step brings the shards, which rest on the device, to the CPU
                 del counts["step"]
             assert_no_waits(counts)
+
+
+def test_norms_on_the_device_are_those_of_the_elements(sim: ModuleType) -> None:
+    """Of parameters with many blocks and with few, all at once and one by one: equal, and without a wait."""
+    model = seeded(lambda: Tower(width=67, inner=1021, num_blocks=2))
+    with tiermem.shard(model, OffloadPolicy(**THERE), device="sim"):
+        loss_of(model, 0, "sim").backward()
+        sim.reset_counts()
+        grads = [param.grad for param in model.parameters()]
+        together = torch._foreach_norm(grads)
+        alone = [torch.linalg.vector_norm(grad) for grad in grads]
+        assert sim.host_waits()["main"] == 0
+        expected = [grad.clone().cpu().double().norm() for grad in grads]
+        for one, other, of_elements in zip(together, alone, expected, strict=True):
+            assert one.item() == other.item() == pytest.approx(of_elements.item(), rel=1e-6)

@@ -22,6 +22,8 @@ HOMES: dict[str, dict[str, Any]] = {
     "states on host": {"params": Tier.DEVICE, "optim": Tier.HOST},
     "gradients on nvme": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.NVME},
 }
+THERE: dict[str, Any] = {"params": Tier.DEVICE, "optim": Tier.DEVICE}
+GRADIENTS_THERE: dict[str, Any] = {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE}
 
 Counts = dict[str, dict[str, int]]
 """By phase: waits of the threads main, autograd and other, and copies from or to pageable memory."""

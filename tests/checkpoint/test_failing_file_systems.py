@@ -120,7 +120,7 @@ def test_a_file_system_that_turns_read_only_under_a_run_keeps_what_was_saved(
     before = files_of(out)
     turn_read_only(point)
     acts: dict[str, Callable[[], object]] = {
-        "step": lambda: train(made, optimizer, 1),
+        "step": lambda: (train(made, optimizer, 1), shards.check_whole()),  # it may go on behind
         "save": lambda: checkpoint.save(shards, optimizer, out, "new"),
         "durable step": lambda: checkpoint.make_durable(shards, optimizer),
         "copy": lambda: checkpoint.save(shards, optimizer, out, "new", copy=True),
@@ -271,7 +271,9 @@ def test_a_limit_of_the_process_cuts_writes_short_and_changes_nothing(
     made, shards, optimizer = start(tmp_path, keep=2)
     out = tmp_path / "out"
     checkpoint.save(shards, optimizer, out, "kept")
-    saved, due, before = states_in(out, "kept"), train(made, optimizer, 1), files_of(tmp_path)
+    saved, due = states_in(out, "kept"), train(made, optimizer, 1)
+    shards.check_whole()  # the step may be under way
+    before = files_of(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in (1, 2, 100, 500, 3000, 5000, 20000):  # latest, pointer, data, manifest, part
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

@@ -69,6 +69,7 @@ def test_steps_share_what_is_frozen_and_own_what_was_stepped(tmp_path: Path) -> 
             step(shards, optimizer)
             checkpoint.save(shards, optimizer, tmp_path / "out", tag)
         step(shards, optimizer)
+        shards.check_whole()  # it may be under way
         live = survey(tmp_path)
         check_sums(live)
     kept = survey(tmp_path)

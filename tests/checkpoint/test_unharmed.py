@@ -25,7 +25,7 @@ def trained(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     def make(**fields: Any) -> Run:
         made = model(dtype=torch.bfloat16)
-        opened.append(tiermem.shard(made, policy("nvme", tmp_path, resident_bytes=0, **fields)))
+        opened.append(tiermem.shard(made, policy("nvme", tmp_path, resident_bytes=0, overlap="none", **fields)))
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
         train(made, optimizer, 2)
         return made, opened[-1], optimizer

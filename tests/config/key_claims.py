@@ -352,7 +352,19 @@ CLAIMS: dict[str, Claim] = {
         "tests/accelerator/test_device_budget.py::test_units_that_stay_change_no_bit",
         {"device_bytes": 1 << 30},
     ),
+    "tiermem.kv_bytes": Claim(
+        1 << 20,
+        "tests/accelerator/test_generation.py::test_units_give_way_to_the_cache_of_a_generation",
+        {"kv_bytes": 1 << 20},
+    ),
     "tiermem.grads": Claim("cpu", RUN + "test_grads_says_where_gradients_rest", {"grads": Tier.HOST}, STAGE_3),
+    "tiermem.accumulation": Claim(
+        "layers", "tests/engine/test_layerwise.py::test_weights_are_read_twice_and_gradients_written_once",
+        {"accumulation": "layers"}, STAGE_3,
+    ),
+    "tiermem.overlap": Claim(
+        "none", RUN + "test_overlap_says_whether_a_step_goes_on_under_the_next_forward", {"overlap": "none"}, STAGE_3
+    ),
     "tiermem.step_in_backward": Claim(
         True, ENGINE + "test_step_in_backward_trains_as_stepping_after_it",
         {"step_in_backward": True, "on_nonfinite": "raise"}, {"gradient_clipping": 0.0},

@@ -178,6 +178,7 @@ def test_gradients_rest_elsewhere_from_stage_one_on() -> None:
     with pytest.raises(ConfigError, match=r"tiermem\.grads: set with stage 0"):
         policy_of({"stage": 0}, tiermem={"grads": "cpu"})
     assert policy_of({"stage": 1}, tiermem={"grads": "cpu"}).grads is Tier.HOST
+    assert policy_of({"stage": 3}, tiermem={"grads": "device"}).grads is Tier.DEVICE
 
 
 @pytest.mark.parametrize(

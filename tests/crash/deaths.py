@@ -49,6 +49,9 @@ PLANS = (
     Plan(durability="step", save_every=1, keep=2, precision="tiny", num_steps=3),
     Plan(copies=True, precision="exact", save_every=1, num_steps=3),
     Plan(keep=2, save_every=1, num_steps=3, tile_numel=8192),
+    Plan(
+        durability="step", save_every=0, num_steps=8, overlap="backward", clipping=64.0
+    ),  # clips what it has attempted once
 )
 
 
@@ -193,9 +196,10 @@ def every_turn(plan: Plan, num_ranks: int, scene: Scene, reference: Reference) -
 def at_random(
     plan: Plan, num_ranks: int, count: int, references: dict[Scene, Reference], chance: random.Random
 ) -> Iterator[Case]:
-    """Deaths at any moment of opening what is left, training and saving, a third each; one in four dies once more, opening."""
+    """Deaths at any moment of opening what is left, training, saving and a window, a fourth each; one in four dies once more,
+    opening."""
     for number in range(count):
-        phase = PHASES[number % 3]
+        phase = PHASES[number % 4]
         scene: Scene = "left" if phase == "opening" else chance.choice(("fresh", "left"))
         deaths = [_moment(phase, num_ranks, references[scene], chance)]
         if chance.random() < 0.25:

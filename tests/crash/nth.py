@@ -138,7 +138,9 @@ def go(place: Path, plan: Plan, said: Said, folder: Path | None, has_digests: bo
         if has_digests:
             said(at=engine.global_steps, digest=digest(engine))
         if is_sound and plan.save_every and not tried("save", save):
-            tried("save again", save)
+            is_sound = not engine.shards.steps.is_torn  # the save may end a step, which then has failed
+            if is_sound:
+                tried("save again", save)
     if is_open and not is_sound:
         tried("last save", save)
     if engine is not None and tried("end", engine.destroy) and plan.copies:

@@ -5,7 +5,8 @@
 
 It opens the newest durable state that it finds, trains to the last step and saves on the way. Data is a function of the step
 alone, so that a run that was killed and opened says the same losses, to the bit, as one that was not. It tells which phase
-it is in: with durability="step", saving is also what follows a freeze within a training step.
+it is in: with durability="step", saving is also what follows a freeze within a training step. A window is the forward under
+which the step before goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 import tiermem
 from tiermem import utils
 
-PHASES = ("opening", "training", "saving", "ending")
+PHASES = ("opening", "training", "saving", "window", "ending")
 
 
 class Plan(NamedTuple):
@@ -36,6 +37,8 @@ class Plan(NamedTuple):
     num_steps: int = 5
     tile_numel: int = 4096
     engine: str = "auto"
+    overlap: str = "auto"
+    clipping: float = 1.0
 
 
 class Block(nn.Module):
@@ -73,14 +76,17 @@ def config_of(place: Path, plan: Plan) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": plan.clipping,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}},
         "zero_optimization": {
             "stage": 3, "sub_group_size": plan.tile_numel, "offload_param": nvme, "offload_optimizer": nvme,
             "stage3_param_persistence_threshold": 0,
         },
-        "tiermem": {"precision": plan.precision, "durability": plan.durability, "keep": plan.keep, "engine": plan.engine},
+        "tiermem": {
+            "precision": plan.precision, "durability": plan.durability, "keep": plan.keep, "engine": plan.engine,
+            "overlap": plan.overlap,
+        },
     }  # fmt: skip
 
 
@@ -93,8 +99,8 @@ def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> N
     opened = open_newest(engine, newest(place, plan))
     said(opened=engine.global_steps, name=opened)
     while engine.global_steps < plan.num_steps:
-        begin("training")
-        said(step=engine.global_steps + 1, loss=step_once(engine, rank).hex())
+        begin("window")
+        said(step=engine.global_steps + 1, loss=step_once(engine, rank, lambda: begin("training")).hex())
         if plan.durability == "step":
             said(durable=engine.global_steps)
         if plan.save_every and engine.global_steps % plan.save_every == 0:
@@ -109,10 +115,11 @@ def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> N
     engine.destroy()
 
 
-def step_once(engine: Any, rank: int) -> float:
+def step_once(engine: Any, rank: int, after_forward: Callable[[], None] = lambda: None) -> float:
     """One step on data that is a function of the step and the rank; returns its loss."""
     generator = torch.Generator().manual_seed(100 * engine.global_steps + rank)
     loss = engine(torch.randint(0, 31, (2, 9), generator=generator))
+    after_forward()
     engine.backward(loss)
     engine.step()
     return float(loss.detach())

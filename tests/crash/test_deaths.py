@@ -14,7 +14,7 @@ from harness import totals_of
 
 
 def test_some_deaths_lose_nothing(tmp_path: Path) -> None:
-    words = ("--plans", "0", "1", "--ranks", "1", "--share", "0.01", "--count", "2", "--workers", "1")
+    words = ("--plans", "0", "1", "5", "--ranks", "1", "--share", "0.01", "--count", "4", "--workers", "1")
     assert sum(totals_of("deaths.py", tmp_path, *words)["cases"].values()) >= 8
 
 
@@ -45,7 +45,7 @@ def test_no_death_loses_anything(tmp_path: Path) -> None:
     found = totals_of("deaths.py", tmp_path, "--seed", "2")
     assert sum(found["cases"].values()) > 3000
     for ranks in ("1 rank", "2 ranks"):
-        for phase in ("opening", "training", "saving"):
+        for phase in ("opening", "training", "saving", "window"):
             assert found["moments"][f"{ranks}, {phase}"] > 100  # of random ones
 
 

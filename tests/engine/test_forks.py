@@ -76,6 +76,7 @@ def entries(engine: tiermem.Engine, folder: Path) -> dict[str, Callable[[], obje
         "backward of the model": loss_of_model.backward,
         "backward of a module": loss_of_module.backward,
         "step": engine.step,
+        "train_batch": lambda: engine.train_batch([(x, x)], lambda made, _: made.sum()),
         "optimizer.step": optimizer.step,
         "optimizer.state_dict": optimizer.state_dict,
         "allreduce_gradients": engine.allreduce_gradients,

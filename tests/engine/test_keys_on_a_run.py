@@ -413,6 +413,15 @@ def test_grads_says_where_gradients_rest(home: str, is_written: bool, tmp_path: 
         assert any(event.lane == "write" and event.name.startswith("grad") for event in events) == is_written
 
 
+@pytest.mark.parametrize(("overlap", "goes_on"), [("forward", True), ("none", False)])
+def test_overlap_says_whether_a_step_goes_on_under_the_next_forward(
+    overlap: str, goes_on: bool, tmp_path: Path
+) -> None:
+    with engine_of(tmp_path, offloaded(tmp_path), tiermem={"overlap": overlap}) as engine:
+        train(engine, num_steps=2)  # the first one makes the states
+        assert engine.shards.program.is_running == goes_on
+
+
 @pytest.mark.parametrize("key", ["intra_op_parallelism", "thread_count", "num_threads"])
 def test_engine_says_who_moves_the_blocks(key: str, tmp_path: Path) -> None:
     with engine_of(tmp_path, offloaded(tmp_path), tiermem={"engine": "threads"}, aio={key: 2}) as engine:

@@ -23,7 +23,7 @@ from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 
 RATES = Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=2e9)
-ALL_ON_NVME = {"params": Tier.NVME, "optim": Tier.NVME, "persistence_numel": 50, "tile_numel": 4096}
+ALL_ON_NVME = {"overlap": "none", "params": Tier.NVME, "optim": Tier.NVME, "persistence_numel": 50, "tile_numel": 4096}
 
 
 def forecast_of(model: nn.Module, policy: OffloadPolicy, num_micro: int = 1) -> Forecast:
@@ -126,3 +126,15 @@ def test_checksums_take_their_time_as_often_as_they_are_taken(tmp_path: Path) ->
     assert maths_s(verify="resume") - none == pytest.approx(written / 1e6)
     assert maths_s() - none == pytest.approx((written + read) / 1e6)
     assert maths_s(verify="sample") - none == pytest.approx((written + read / 16) / 1e6)
+
+
+def test_by_layer_a_further_micro_batch_moves_no_byte_and_takes_its_maths(tmp_path: Path) -> None:
+    model = seeded(lambda: zoo.Tower(num_blocks=12))
+    by_layer = OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, grads=Tier.NVME, accumulation="layers")
+    once, often = (forecast_of(model, by_layer, num) for num in (1, 6))
+    for edge in (HOST_TO_NVME, NVME_TO_HOST):
+        assert often.edge_bytes(edge) == once.edge_bytes(edge)
+    of_one = sum(use.forward_s for use in uses_of(model, divide(model, by_layer, 1), Compute(1e-9, 2e-9)))
+    assert often.busy_s["maths"]["forward"] - once.busy_s["maths"]["forward"] == pytest.approx(5 * of_one)
+    batches = forecast_of(model, dataclasses.replace(by_layer, accumulation="batches"), 6)
+    assert often.total_s < 0.5 * batches.total_s

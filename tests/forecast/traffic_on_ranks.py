@@ -30,7 +30,7 @@ def measured(case: Case, nvme: Path) -> tuple[Bytes, Bytes]:
     if case.is_frozen:
         model.requires_grad_(False)
         model.layers[0].requires_grad_(True)
-    policy = OffloadPolicy(paths=[nvme], persistence_numel=50, tile_numel=4096, **case.fields)
+    policy = OffloadPolicy(paths=[nvme], overlap="none", persistence_numel=50, tile_numel=4096, **case.fields)
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         counts = []

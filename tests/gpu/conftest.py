@@ -2,17 +2,23 @@
 
 `make gpu` runs them where a GPU is; `make test` runs them on the simulated device, where they are quick and show little of
 what a GPU would.
+
+Algorithms are deterministic where torch has such, and cuBLAS has a fixed workspace: else its products may differ in a bit from
+one stream or run to the next, and a test of parity would fail without a defect.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
 IS_REAL = torch.accelerator.is_available()  # before the simulated device is loaded, which would hide it
 
 if not IS_REAL and Path(__file__).parent.parent.joinpath("accelerator").is_dir():
@@ -39,6 +45,16 @@ else:
         (a @ a).float().sum().backward()
         torch.ones(8).pin_memory().to(found, non_blocking=True).sum().item()
         return torch.device(found.type, 0)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """New memory is filled with NaN, too: it is part of what torch calls deterministic."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

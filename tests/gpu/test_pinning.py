@@ -35,7 +35,7 @@ def test_what_crosses_the_link_is_pinned_and_nothing_else(
     )
     with tiermem.shard(seeded(zoo.Tower), policy) as shards:
         tiermem.AdamW(shards.model.parameters())
-        start, num_bytes = shards.store.arena.region
+        [(start, num_bytes)] = shards.store.arena.regions
         link_bytes = shards.plan.link_bytes
         assert 0 < link_bytes < num_bytes
         crossing = range(start, start + link_bytes, 4096)

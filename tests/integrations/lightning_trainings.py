@@ -17,6 +17,7 @@ import torch.distributed as dist
 from launch import as_rank
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
 from torch import nn
@@ -75,7 +76,33 @@ class Words(LightningTransformer):
         return loader_of(TensorDataset(words[:, :-1], words[:, 1:]), self.batch)
 
 
-MODULES = {"boring": Boring, "words": Words}
+class Finetuning(BackboneFinetuning):
+    """Lightning's callback, which also unfreezes the backbone in a run that is resumed later (Lightning's leaves it frozen)."""
+
+    def finetune_function(self, module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        super().finetune_function(module, epoch, optimizer)
+        if epoch > self.unfreeze_backbone_at_epoch:
+            self.make_trainable(module.backbone)
+
+
+class Tuned(Boring):
+    """The demo behind a backbone, for callbacks that freeze the backbone and unfreeze it at an epoch."""
+
+    def __init__(self, batch: int = 2) -> None:
+        super().__init__(batch)
+        self.backbone = nn.Sequential(nn.Linear(32, 20), nn.Tanh(), nn.Linear(20, 32))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [Finetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3, verbose=False)]
+
+
+MODULES = {"boring": Boring, "words": Words, "tuned": Tuned}
 
 
 class Losses(Callback):

@@ -31,7 +31,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = owner_of(names["model"])
     assert owner is not None
     owner.close()
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     assert (tmp_path / "state" / "tiermem").is_dir()
     assert sorted(each.name for each in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-4"]
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -163,6 +163,28 @@ def test_arguments_of_the_trainer_act_as_in_the_plain_one(given: dict[str, Any],
     assert_equal(found[1], found[0])
 
 
+class Unfreezes(TrainerCallback):
+    """Unfreezes the blocks after two steps."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            model.transformer.h.requires_grad_(True)
+
+
+def test_a_callback_unfreezes_blocks(tmp_path: Path) -> None:
+    found = []
+    for kind, callbacks in ((Trainer, [Unfreezes()]), (TiermemTrainer, [Unfreezes()]), (Trainer, [])):
+        model, policy = build("gpt2"), on_nvme(tmp_path / "nvme")
+        model.transformer.h.requires_grad_(False)
+        own: dict[str, Any] = {"tiermem": policy} if kind is TiermemTrainer else {}
+        blocks = list(model.transformer.h.parameters())
+        rest = [param for param in model.parameters() if all(param is not each for each in blocks)]
+        own["optimizers"] = torch.optim.AdamW([{"params": rest}, {"params": blocks, "lr": 5e-4}], lr=1e-3), None
+        found.append(train(kind, "gpt2", tmp_path, model=model, callbacks=callbacks, max_steps=5, **own))
+    assert_equal(found[1], found[0])
+    assert found[2].losses[-1] != pytest.approx(found[0].losses[-1], rel=1e-4)  # the blocks were trained
+
+
 class Worse(TrainerCallback):
     """Makes the evaluations after the first worse, so that the first stays the best."""
 

@@ -47,6 +47,26 @@ def test_one_rank_trains_as_a_single_device_and_resumes(name: str, plain: Any, t
         assert_like(found[word], plain[name][word])
 
 
+def test_a_run_is_resumed_after_its_backbone_was_unfrozen(tmp_path: Path) -> None:
+    found = {}
+    for word in ("plain", "ours"):
+        (tmp_path / word).mkdir()
+        for num_steps, resume, save in ((5, None, "5.ckpt"), (9, "5.ckpt", "9.ckpt")):
+            strategy: Any = strategy_of(tmp_path) if word == "ours" else "auto"
+            places = [None if name is None else tmp_path / word / name for name in (resume, save)]
+            run = fit("tuned", tmp_path, strategy, 1, num_steps, *places)
+            rates = [group["lr"] for group in run["trainer"].optimizers[0].param_groups]
+            found[word, num_steps] = {**run, "rates": rates}
+            if word == "ours":
+                strategy.close()
+    for num_steps in (5, 9):
+        assert_like(found["ours", num_steps], found["plain", num_steps])
+        assert found["ours", num_steps]["rates"] == found["plain", num_steps]["rates"]
+    assert len(set(found["ours", 9]["rates"])) == 2
+    before, after = (found["ours", num_steps]["weights"]["backbone.0.weight"] for num_steps in (5, 9))
+    assert not torch.equal(before, after)
+
+
 def test_two_ranks_train_as_a_single_device_and_resume(plain: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     ranks = launch(HERE / "lightning_trainings.py", 2, tmp_path / "out", str(tmp_path))

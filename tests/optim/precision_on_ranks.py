@@ -37,10 +37,12 @@ class Even(nn.Module):
         return x @ torch.ones(128, 64, dtype=x.dtype).tril()
 
 
+ON_NVME: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.NVME}
 CASES: dict[str, tuple[Callable[[], nn.Module], Precision, dict[str, Any]]] = {
     "exact": (Tower, PRESETS["exact"], {}),
     "compact": (Tower, PRESETS["compact"], {}),
-    "compact, on NVMe": (Tower, PRESETS["compact"], {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.NVME}),
+    "compact, on NVMe": (Tower, PRESETS["compact"], ON_NVME),
+    "compact, under backward": (Tower, PRESETS["compact"], ON_NVME | {"grads": Tier.HOST, "overlap": "backward"}),
     "compact, fp32 gradients": (Tower, Precision("split", "bf16", "fp32"), {}),
     "stochastic bf16": (Tower, Precision("bf16", "bf16"), {"params": Tier.NVME, "optim": Tier.NVME}),
     "bf16": (Tower, PRESETS["bf16"], {"stage": 2, "params": Tier.DEVICE}),
@@ -55,8 +57,16 @@ def train(name: str, nvme: Path) -> dict[str, Any]:
     with tiermem.shard(model, OffloadPolicy(precision=precision, **(settings | fields))) as shards:
         torch.set_num_threads(1)  # forward and backward are torch's, whose sums depend on how many threads share them
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        commit, committed = shards.program.commit, []
+
+        def count(tiles: Any, work: Any) -> None:
+            committed.append(len(shards.program.attempted))
+            commit(tiles, work)
+
+        shards.program.commit = count  # type: ignore[method-assign]
         losses = train_steps(model, optim, range(NUM_STEPS))
-        return {"losses": losses, "weights": dict(model.state_dict()), "states": states_of(shards, optim)}
+        found = {"losses": losses, "weights": dict(model.state_dict()), "states": states_of(shards, optim)}
+        return found | {"committed": committed}
 
 
 if __name__ == "__main__":

@@ -40,6 +40,14 @@ def test_two_ranks_compute_what_one_does(case: str, launched: tuple[Found, Found
     assert_same_tensors(joined, alone["states"])
 
 
+def test_steps_under_backward_count_on_every_rank(launched: tuple[Found, Found]) -> None:
+    for found in (each for ranks in launched for each in ranks):
+        stepped, expected = found["compact, under backward"], found["compact, on NVMe"]
+        assert len(stepped["committed"]) == 2 and all(stepped["committed"]) and not expected["committed"]
+        assert stepped["losses"] == expected["losses"]
+        assert_same_tensors(stepped["states"], expected["states"])
+
+
 def test_what_was_compared_was_trained_and_rounded(launched: tuple[Found, Found]) -> None:
     alone = launched[0][0]
     assert len(set(alone["exact"]["losses"])) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from twins import Tower, assert_same_tensors, loss_of, seeded, states_of, train_
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
+from tiermem.optim.tile import Tile
+from tiermem.optim.tile_step import TilePass
 from tiermem.zero.registry import owner_of
 
 NUM_BUFFERS = 3
 
 
 def policy(folder: Path, **fields: Any) -> OffloadPolicy:
-    settings = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [folder], "persistence_numel": 0}
+    settings = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [folder], "persistence_numel": 0, "overlap": "none"}
     return OffloadPolicy(**(settings | {"tile_numel": 4096, "tile_buffers": NUM_BUFFERS, "unit_buffers": 2} | fields))
 
 
@@ -41,6 +43,13 @@ def watch(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def read(ranges: object, name: str, *_: object) -> str:
         return f"fetch {name.split('/')[-1]}" if name.startswith("param/") else f"read {name}"
 
+    def begin(tiles: Iterable[Tile], work: TilePass) -> None:
+        before = begun(shards)
+        start(tiles, work)
+        log.extend(f"read tile {name}" for name in begun(shards)[len(before) :])
+
+    start = shards.program.begin
+    monkeypatch.setattr(shards.program, "begin", begin)
     note(shards.store, "read", read)
     note(shards.homes, "receive", lambda unit: f"receive {unit.name}")
     return log
@@ -58,8 +67,7 @@ def num_free_buffers(shards: Shards) -> int:
 
 
 def begun(shards: Shards) -> list[str]:
-    assert shards.head_start is not None
-    return [tile.entry for tile in shards.head_start.tiles]
+    return [tile.entry for tile in shards.program.begun]
 
 
 def first_tiles(shards: Shards, optim: tiermem.AdamW) -> list[str]:
@@ -69,7 +77,7 @@ def first_tiles(shards: Shards, optim: tiermem.AdamW) -> list[str]:
 # ---- when they are read ----------------------------------------------------------------------------------------------------
 
 
-def test_tiles_are_read_behind_the_last_parameters_and_before_backward_ends(
+def test_tiles_are_read_from_the_begin_of_backward_on_behind_all_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = seeded(Tower)
@@ -84,15 +92,15 @@ def test_tiles_are_read_behind_the_last_parameters_and_before_backward_ends(
                 optim.step()
                 optim.zero_grad()
         assert log == [
+            "read tile state/0/embed/0",
+            "read tile state/1/layers.0/0",
+            "read tile state/2/layers.1/0",
             "receive head",  # which is there from forward, as layers.3 is
             "fetch layers.2",
             "receive layers.3",
             "fetch layers.1",
             "receive layers.2",
             "fetch layers.0",  # the last that backward needs: an embedding's gradient does not depend on its weights
-            "read tile state/0/embed/0",
-            "read tile state/1/layers.0/0",
-            "read tile state/2/layers.1/0",
             "receive layers.1",
             "receive layers.0",
             "receive embed",
@@ -116,38 +124,39 @@ def test_with_parameters_in_memory_tiles_are_read_from_the_first_gradient_on(
         assert begun(shards) == first_tiles(shards, optim)
 
 
-def test_gradients_that_rest_on_disk_are_read_when_the_step_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_rest_on_disk_are_read_when_the_step_begins(tmp_path: Path) -> None:
     model = seeded(Tower)
     with tiermem.shard(model, policy(tmp_path, grads=Tier.NVME)) as shards:
         optim = tiermem.AdamW(model.parameters())
-        log = watch(shards, monkeypatch)
-        loss_of(model, 0).backward()
-        assert not [entry for entry in log if entry.startswith("read gradients")]
-        expected = [f"read gradients of tile {entry}" for entry in begun(shards)]
-        assert len(expected) == NUM_BUFFERS
-        log.clear()
-        optim.step()
-        assert [entry for entry in log if entry.startswith("read")][:NUM_BUFFERS] == expected
+        grads = sum(tile.grad_bytes for tile in optim.tiles_of(shards).tiles)
+        for _ in range(2):
+            loss_of(model, 0).backward()
+            shards.homes.store.settle()
+            before = [shards.store.stats().nvme_read_bytes, len(begun(shards))]
+            optim.step()
+            optim.zero_grad()
+        states = sum(tile.state_bytes for tile in optim.tiles_of(shards).tiles[NUM_BUFFERS:])
+        assert before[1] == NUM_BUFFERS
+        assert shards.store.stats().nvme_read_bytes - before[0] >= grads + states
 
 
-def test_each_tile_is_read_once_however_many_micro_batches_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_tile_is_read_once_however_many_micro_batches_there_are(tmp_path: Path) -> None:
     model = seeded(Tower)
     with tiermem.shard(model, policy(tmp_path)) as shards:
         optim = tiermem.AdamW(model.parameters())
-        expected = sorted(f"read tile {tile.entry}" for tile in optim.tiles_of(shards).tiles)
+        tiles = optim.tiles_of(shards).tiles
+        expected = sorted(f"tile {tile.entry}" for tile in tiles)
         assert len(expected) > 2 * NUM_BUFFERS
-        log = watch(shards, monkeypatch)
-        for _ in range(2):
-            log.clear()
+        for _ in range(3):
+            shards.store.recorder.events.clear()
             for micro in range(3):
                 loss_of(model, micro).backward()
             optim.step()
             optim.zero_grad()
-            assert sorted(entry for entry in log if entry.startswith("read")) == expected
+            read = sorted(
+                e.name for e in shards.store.recorder.events if e.lane == "read" and e.name.startswith("tile")
+            )
+            assert read == expected
 
 
 @pytest.mark.parametrize(
@@ -159,7 +168,7 @@ def test_nothing_is_read_early_when_the_policy_does_not_want_it(tmp_path: Path, 
         optim = tiermem.AdamW(model.parameters())
         for step in range(2):
             loss_of(model, step).backward()
-            assert shards.head_start is None or begun(shards) == []
+            assert begun(shards) == []
             optim.step()
             optim.zero_grad()
 
@@ -263,9 +272,10 @@ def test_what_was_read_early_changes_no_bit(
 ) -> None:
     model = seeded(Tower).to(dtype)
     results = []
-    for reads_ahead in (True, False):
+    for reads_ahead, overlap in ((True, "forward"), (True, "none"), (False, "none")):
         sharded = copy.deepcopy(model)
-        with tiermem.shard(sharded, policy(tmp_path, **fields, pipeline_read=reads_ahead)) as shards:
+        where = policy(tmp_path, **fields, pipeline_read=reads_ahead, overlap=overlap)
+        with tiermem.shard(sharded, where) as shards:
             optim = tiermem.AdamW(sharded.parameters(), lr=1e-2)
             run(sharded, optim)
             results.append((dict(sharded.state_dict()), states_of(shards, optim)))

@@ -73,7 +73,7 @@ def test_slot_given_back_is_carved_again_with_its_pages() -> None:
     again = arena.take(1 << 20)
     assert again.offset == slot.offset
     assert (again.tensor == 7).all()  # the same pages: nothing was given to the kernel and taken anew
-    assert arena.region[1] == 1 << 20
+    assert sum(region.num_bytes for region in arena.regions) == 1 << 20
     arena.close()
 
 
@@ -89,9 +89,8 @@ def test_slot_given_back_twice_is_refused() -> None:
 
 def test_carved_memory_is_resident_and_the_rest_is_not() -> None:
     arena = Arena(256 << 20)
-    address = arena.region[0]
-    assert resident_bytes(address, 256 << 20) == 0
-    arena.take(10 << 20)
+    assert not arena.regions
+    address = arena.take(10 << 20).tensor.data_ptr()
     arena.take(PAGE_BYTES)
     resident = resident_bytes(address, 256 << 20)
     carved = arena.carved_bytes
@@ -138,8 +137,8 @@ def test_closed_arena_carves_nothing() -> None:
 
 def test_tensor_of_a_closed_arena_keeps_its_bytes_and_its_memory_goes_with_it() -> None:
     arena = Arena(4 << 20)
-    address = arena.region[0]
     tensor = arena.take(4 << 20).tensor[:100]
+    address = tensor.data_ptr()
     tensor.fill_(9)
     arena.close()
     assert (tensor == 9).all()
@@ -151,10 +150,11 @@ def test_forked_child_does_not_have_the_memory_and_unmaps_nothing() -> None:
     arena = Arena(4 << 20)
     slot = arena.take(4 << 20)
     slot.tensor.fill_(5)
+    address = slot.tensor.data_ptr()
     pid = os.fork()
     if pid == 0:
         arena.close()
-        os._exit(1 if resident_bytes(arena.region[0], 4 << 20) else 0)
+        os._exit(1 if resident_bytes(address, 4 << 20) else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert (slot.tensor == 5).all()
     arena.close()
@@ -164,3 +164,40 @@ def test_process_that_forgets_its_arena_ends_quietly() -> None:
     script = "from tiermem.swap.arena import Arena\nkept = Arena(1 << 20).take(5).tensor\nother = Arena(1 << 20)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ---- another budget --------------------------------------------------------------------------------------------------
+
+
+def test_another_budget_keeps_slots_and_gives_free_pages_back() -> None:
+    arena = Arena(4 << 20)
+    kept, freed = [arena.take(1 << 20) for _ in range(2)]
+    last = arena.take(1 << 20)
+    for slot in (kept, freed, last):
+        slot.tensor.fill_(7)
+    arena.give_back(freed)
+    arena.renew(5 << 20)
+    assert resident_bytes(freed.tensor.data_ptr(), 1 << 20) == 0
+    whole = arena.take(3 << 20)  # no free range of the first budget was as long
+    whole.tensor.fill_(9)
+    assert (kept.tensor == 7).all()
+    assert (last.tensor == 7).all()
+    with pytest.raises(BudgetError, match="the budget is 5242880, 5242880 are in use"):
+        arena.take(1)
+    regions = [(kept.tensor.data_ptr(), 1 << 20), (last.tensor.data_ptr(), 1 << 20), (whole.tensor.data_ptr(), 3 << 20)]
+    assert arena.regions == regions
+    arena.close()
+
+
+def test_a_slot_of_the_first_budget_is_carved_again_in_the_second() -> None:
+    arena = Arena(3 << 20, link_bytes=1 << 20)
+    linked, other = arena.take(1 << 20, crosses_link=True), arena.take(1 << 20)
+    arena.renew(4 << 20, link_bytes=2 << 20)
+    more = arena.take(1 << 20, crosses_link=True)
+    arena.give_back(linked)
+    arena.give_back(other)
+    assert arena.take(1 << 20, crosses_link=True).offset == linked.offset
+    assert arena.take(1 << 20).offset == other.offset
+    assert arena.take(1 << 20).offset > more.offset
+    assert arena.carved_bytes == arena.limit_bytes
+    arena.close()

@@ -31,7 +31,7 @@ def arena() -> Iterator[Arena]:
 def queue(engine: str, arena: Arena) -> Iterator[Queue]:
     """Blocks of 64 KiB, few in flight, so that a transfer is many; half of the arena registered."""
     arena.give_back(arena.take(8 << 20))
-    queue = Queue(IoSettings(engine, 65536, 4), regions=[arena.region])
+    queue = Queue(IoSettings(engine, 65536, 4), regions=arena.regions)
     yield queue
     queue.close()
 

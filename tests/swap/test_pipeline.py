@@ -12,7 +12,7 @@ import torch
 from tiermem.swap.arena import Arena, Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, Answer, IoSettings, TransferError
-from tiermem.swap.pipeline import HeadStart, run_pipeline
+from tiermem.swap.pipeline import run_pipeline
 from tiermem.swap.queue import Queues, Recorder
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
@@ -75,7 +75,7 @@ class Work:
         self.log: list[str] = []
         self.slot_of: dict[int, Slot] = {}
         self._fail_at = fail_at
-        self._is_fast = {"read": reads_are_fast, "rest": reads_are_fast, "write": writes_are_fast}
+        self._is_fast = {"read": reads_are_fast, "write": writes_are_fast}
         self._slow = slow or {}
         self._queues: list[FakeQueue] = []
 
@@ -83,10 +83,6 @@ class Work:
         assert slot not in self.slot_of.values()
         self.slot_of[tile] = slot
         return self._start(f"read {tile}")
-
-    def read_rest(self, tile: int, slot: Slot) -> Move:
-        assert self.slot_of[tile] is slot
-        return self._start(f"rest {tile}")
 
     def compute(self, tile: int, slot: Slot) -> None:
         assert self.slot_of[tile] is slot
@@ -271,97 +267,6 @@ def test_without_read_ahead_a_slow_tile_is_not_passed(make_pool: Callable[[int],
     assert work.computed() == [0]
 
 
-# ---- a head start ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_head_start_reads_the_first_tiles_and_the_run_goes_on_from_there(make_pool: Callable[[int], Pool]) -> None:
-    work, pool = Work(), make_pool(2)
-    start: HeadStart[int] = HeadStart(pool)
-    start.begin(range(3), work.read)
-    assert work.log == ["read 0", "read 1"]
-    assert start.tiles == [0, 1]
-    start.begin(range(3), work.read)  # has begun
-    run_pipeline(range(3), work, pool, head_start=start)
-    assert work.log == [
-        "read 0",
-        "read 1",
-        "rest 0",
-        "rest 1",
-        "read 0 ended",
-        "rest 0 ended",
-        "compute 0",
-        "write 0",
-        "read 1 ended",
-        "rest 1 ended",
-        "compute 1",
-        "write 1",
-        "write 0 ended",
-        "read 2",
-        "read 2 ended",
-        "compute 2",
-        "write 2",
-        "write 1 ended",
-        "write 2 ended",
-    ]
-    assert start.tiles == []
-    assert num_free(pool) == 2
-
-
-def test_a_tile_has_come_when_its_rest_has_come_too(make_pool: Callable[[int], Pool]) -> None:
-    work, pool = Work(reads_are_fast=True, slow={"rest 0": 2}), make_pool(3)
-    start: HeadStart[int] = HeadStart(pool)
-    start.begin(range(2), work.read)
-    run_pipeline(range(4), work, pool, head_start=start)
-    assert work.computed() == [1, 2, 0, 3]
-
-
-def test_a_head_start_that_is_dropped_is_read_again(make_pool: Callable[[int], Pool]) -> None:
-    work, pool = Work(), make_pool(3)
-    start: HeadStart[int] = HeadStart(pool)
-    start.begin(range(2), work.read)
-    start.drop()
-    assert sorted(work.log) == ["read 0", "read 0 cancelled", "read 1", "read 1 cancelled"]
-    assert num_free(pool) == 3
-    work.slot_of.clear()
-    run_pipeline(range(2), work, pool, head_start=start)
-    assert work.computed() == [0, 1]
-    assert work.log.count("read 0") == 2
-
-
-def test_a_run_without_read_ahead_drops_the_head_start(make_pool: Callable[[int], Pool]) -> None:
-    work, pool = Work(), make_pool(2)
-    start: HeadStart[int] = HeadStart(pool)
-    start.begin(range(1), work.read)
-    work.slot_of.clear()
-    run_pipeline(range(2), work, pool, read_ahead=False, head_start=start)
-    assert work.log[:4] == ["read 0", "read 0 cancelled", "read 0", "read 0 ended"]
-    assert "rest 0" not in work.log
-    assert num_free(pool) == 2
-
-
-@pytest.mark.parametrize("fail_at", ["read 0", "read 1", "rest 0", "rest 1", "rest 1 starts", "compute 0", "write 1"])
-def test_a_head_start_that_fails_raises_in_the_run_and_loses_no_buffer(
-    make_pool: Callable[[int], Pool], fail_at: str
-) -> None:
-    work, pool = Work(fail_at), make_pool(3)
-    start: HeadStart[int] = HeadStart(pool)
-    start.begin(range(2), work.read)
-    with pytest.raises((OSError, ValueError), match=fail_at):
-        run_pipeline(range(5), work, pool, head_start=start)
-    assert start.tiles == []
-    assert num_free(pool) == 3
-
-
-def test_a_head_start_that_cannot_begin_gives_the_buffer_back(make_pool: Callable[[int], Pool]) -> None:
-    work, pool = Work("read 1 starts"), make_pool(3)
-    start: HeadStart[int] = HeadStart(pool)
-    with pytest.raises(ValueError, match="read 1 starts"):
-        start.begin(range(3), work.read)
-    assert start.tiles == [0]
-    start.drop()
-    assert num_free(pool) == 3
-
-
 # ---- failures ------------------------------------------------------------------------------------------------------------
 
 
@@ -415,9 +320,6 @@ class AddOne:
     def read(self, tile: str, slot: Slot) -> Move:
         return self._store.read([(tile, 0, slot.tensor)], tile)
 
-    def read_rest(self, tile: str, slot: Slot) -> Move:
-        return self._store.read([], tile)
-
     def compute(self, tile: str, slot: Slot) -> None:
         slot.tensor.add_(1)
 
@@ -434,11 +336,8 @@ def test_tiles_on_disk_are_stepped_in_place(
     for i, name in enumerate(names):
         store.put(name, pattern(131072, seed=i), Tier.NVME).wait()
     pool = Pool(store.arena, 131072, num_buffers, "tiles")
-    start: HeadStart[str] = HeadStart(pool)
-    for number in range(3):
-        if number:
-            start.begin(names, AddOne(store).read)
-        run_pipeline(names, AddOne(store), pool, head_start=start)
+    for _ in range(3):
+        run_pipeline(names, AddOne(store), pool)
     for i, name in enumerate(names):
         assert torch.equal(store.fetch(name).wait(), pattern(131072, seed=i) + 3)
         store.release(name)

@@ -292,7 +292,7 @@ def test_move_over_two_paths_brings_the_bytes_of_both(files: dict[int, str], eng
     queues = Queues(
         files,
         IoSettings(engine, block_bytes=4096, depth=4),
-        [arena.region] if arena.region[1] else (),
+        arena.regions,
         recorder=recorder,
     )
     buffer = arena.take(524288).tensor

@@ -35,30 +35,52 @@ def totals(read: int, written: int) -> StoreStats:
     return StoreStats(read, written, 0, 0, 0, 0.0, "uring", "")
 
 
-def test_a_meter_divides_the_time_and_names_the_largest_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = iter([totals(10, 20), totals(3_000_000_010, 1_000_000_020), totals(3_000_000_010, 1_000_000_020)])
-    clock = iter([0, 2_000_000_000, 3_000_000_000])
+def metered(monkeypatch: pytest.MonkeyPatch, *clock_s: float, max_events: int = 100) -> tuple[Recorder, Meter]:
+    """A recorder and its meter, which looks at the clock once when it is made and once in each look."""
+    clock = iter([int(each * 1e9) for each in clock_s])
+    seen = iter([totals(10, 20), *[totals(3_000_000_010, 1_000_000_020)] * 2])
     monkeypatch.setattr(queue.time, "monotonic_ns", lambda: next(clock))
-    recorder = Recorder()
-    meter = Meter(recorder, lambda: next(seen))
-    recorder.add("wait", "tile states/0", 100_000_000, 1_300_000_000)
-    recorder.add("read", "tile states/0", 0, 1_300_000_000, 7)
-    recorder.add("compute", "tile states/0", 1_300_000_000, 1_500_000_000)
-    recorder.add("wait", "gather layers.0", 1_500_000_000, 1_600_000_000)
+    recorder = Recorder(max_events)
+    return recorder, Meter(recorder, lambda: next(seen))
+
+
+def add(recorder: Recorder, lane: str, name: str, start_s: float, end_s: float) -> None:
+    recorder.add(lane, name, int(start_s * 1e9), int(end_s * 1e9))
+
+
+def test_a_meter_says_how_long_each_resource_was_busy_and_names_the_busiest(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, meter = metered(monkeypatch, 0, 2, 3)
+    add(recorder, "wait", "tile states/0", 0.1, 1.3)
+    add(recorder, "read", "tile states/0", 0, 1.3)
+    add(recorder, "write", "tile states/1", 1.2, 1.4)
+    add(recorder, "compute", "tile states/0", 1.3, 1.5)
+    add(recorder, "step", "step", 1.2, 1.5)
+    add(recorder, "wait", "gather layers.0", 1.5, 1.6)
+    add(recorder, "gather", "gather layers.0", 1.4, 1.6)
     found = meter.look()
-    shares = {"disk": 0.6, "CPU kernels": 0.1, "other ranks": 0.05, "computing": 0.25}
-    assert found.shares == pytest.approx(shares)
+    assert found.limits_s == pytest.approx({"compute": 0.5, "disk": 1.4, "link": 0.2, "kernels": 0.2})
     assert found.waits_s == pytest.approx({"tile states": 1.2, "gather layers.0": 0.1})
     assert list(found.waits_s) == ["tile states", "gather layers.0"]
     assert found.as_logged() == {"read_gb_s": 1.5, "written_gb_s": 0.5, "waited_s": 1.3, "limited_by": "disk"}
-    assert meter.look().shares == pytest.approx({"disk": 0, "CPU kernels": 0, "other ranks": 0, "computing": 1})
+    assert meter.look().limits_s == pytest.approx({"compute": 1.0, "disk": 0, "link": 0, "kernels": 0})
+
+
+def test_a_step_under_the_forward_counts_once_when_its_events_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told in the second look, at the end of the run, and began before the first."""
+    recorder, meter = metered(monkeypatch, 0, 1, 2)
+    add(recorder, "step", "step", 0.5, 1)
+    first = meter.look()
+    add(recorder, "read", "tile 0", 0.5, 1.5)
+    add(recorder, "compute", "tile 0", 1.4, 1.6)
+    add(recorder, "write", "tile 0", 1.6, 1.75)
+    second = meter.look()
+    assert first.limits_s == pytest.approx({"compute": 0.5, "disk": 0, "link": 0, "kernels": 0})
+    assert second.limits_s == pytest.approx({"compute": 1.0, "disk": 1.15, "link": 0, "kernels": 0.2})
 
 
 def test_a_meter_measures_what_the_recorder_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0, 100])
-    monkeypatch.setattr(queue.time, "monotonic_ns", lambda: next(clock))
-    recorder = Recorder(max_events=2)
-    meter = Meter(recorder, lambda: totals(0, 0))
+    recorder, meter = metered(monkeypatch, 0, 100, max_events=2)
     for start in (0, 60, 80):
-        recorder.add("wait", "tile 0", start, start + 20)
-    assert meter.look().shares["disk"] == 1.0
+        add(recorder, "wait", "tile 0", start, start + 20)
+    found = meter.look()
+    assert (found.waited_s, found.limits_s["compute"]) == (40.0, 0.0)

@@ -14,13 +14,19 @@ NUM_BYTES = 23
 BOUNDS = st.tuples(st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES)).map(lambda pair: (min(pair), max(pair)))
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("write"), BOUNDS),
+        st.tuples(st.sampled_from(["write", "apart"]), BOUNDS),
         st.tuples(st.just("lose"), BOUNDS),
         st.tuples(st.just("freeze"), st.just((0, 0))),
         st.tuples(st.just("thaw"), st.tuples(st.integers(0, 5), st.just(0))),
     ),
     max_size=60,
 )
+
+
+def write(slots: Slots, start: int, stop: int, is_apart: bool = False) -> None:
+    """Begins a write of a range."""
+    for part in slots.targets(start, stop, is_apart):
+        slots.write(part)
 
 
 class ByteByByte:
@@ -32,10 +38,11 @@ class ByteByByte:
         self.holds: list[set[tuple[int, int]]] = [set() for _ in range(NUM_BYTES)]
         self.lost: list[set[int]] = [set() for _ in range(NUM_BYTES)]
 
-    def target(self, byte: int) -> int | None:
+    def target(self, byte: int, is_apart: bool) -> int | None:
         held = {slot for _, slot in self.holds[byte]}
-        if self.current[byte] not in held:
+        if self.current[byte] not in held and not is_apart:
             return self.current[byte]
+        held.add(self.current[byte])
         return next((slot for slot in range(self.num_slots) if slot not in held), None)
 
 
@@ -56,14 +63,15 @@ def test_slots_are_those_of_a_map_byte_by_byte(
     slots, model = Slots(NUM_BYTES, num_slots), ByteByByte(num_slots)
     frozen: dict[int, list[SlotPart]] = {}
     for number, (what, (start, stop)) in enumerate(steps):
-        if what == "write":
-            wished = [model.target(byte) for byte in range(start, stop)]
+        if what in ("write", "apart"):
+            wished = [model.target(byte, what == "apart") for byte in range(start, stop)]
             if None in wished:
-                with pytest.raises(NoSlotError, match=f"freezes hold all {num_slots} slots"):
-                    slots.targets(start, stop)
+                with pytest.raises(NoSlotError, match=f"all {num_slots} slots"):
+                    slots.targets(start, stop, what == "apart")
                 continue
-            assert per_byte(slots.targets(start, stop), start, stop) == wished
-            slots.write(start, stop)
+            assert per_byte(slots.targets(start, stop, what == "apart"), start, stop) == wished
+            assert per_byte(slots.current(0, NUM_BYTES), 0, NUM_BYTES) == model.current
+            write(slots, start, stop, what == "apart")
             for byte, slot in zip(range(start, stop), wished, strict=True):
                 assert slot is not None
                 model.current[byte] = slot
@@ -95,16 +103,16 @@ def test_slots_are_those_of_a_map_byte_by_byte(
 def test_without_a_freeze_everything_stays_in_the_first_slot() -> None:
     slots = Slots(100, 3)
     for start in (0, 30, 99):
-        slots.write(start, 100)
+        write(slots, start, 100)
     assert slots.current(0, 100) == [SlotPart(0, 100, 0)]
 
 
 def test_write_of_a_part_moves_that_part_and_a_thaw_joins_what_is_equal_again() -> None:
     slots = Slots(100, 2)
     slots.freeze(1)
-    slots.write(40, 60)
+    write(slots, 40, 60)
     assert slots.current(0, 100) == [SlotPart(0, 40, 0), SlotPart(40, 60, 1), SlotPart(60, 100, 0)]
-    slots.write(0, 100)
+    write(slots, 0, 100)
     assert slots.current(0, 100) == [SlotPart(0, 100, 1)]
     slots.thaw(1)
     assert slots.current(0, 100) == [SlotPart(0, 100, 1)]
@@ -115,7 +123,7 @@ def test_write_of_a_part_moves_that_part_and_a_thaw_joins_what_is_equal_again() 
 def test_next_write_after_a_commit_goes_back_to_the_slot_that_was_thawed() -> None:
     slots = Slots(100, 2)
     slots.freeze(1)
-    slots.write(0, 100)
+    write(slots, 0, 100)
     slots.freeze(2)
     with pytest.raises(NoSlotError, match="bytes 0 to 50 cannot be written: freezes hold all 2 slots"):
         slots.targets(0, 50)

@@ -133,7 +133,7 @@ def test_the_check_sees_a_frozen_byte_that_was_written_over(
 ) -> None:
     expected = states(pattern)
     # as if freezes held nothing
-    monkeypatch.setattr("tiermem.swap.entry.Slots._target", lambda self, piece: piece.current)
+    monkeypatch.setattr("tiermem.swap.entry.Slots._target", lambda self, piece, is_apart: piece.current)
     whole = run_until(tmp_path, expected, NEVER)
     num_steps = int(whole.hear())
     whole.end()

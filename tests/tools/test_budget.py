@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tiermem.policy import Tier
 from tiermem.precision import Precision
 from tiermem.tools.launcher import Job
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.planned import activation_rows, check_cap, plan_budget, saved_bytes_per_token, state_bytes
+from tiermem.tools.planned import Activations, check_cap, plan_budget, saved_bytes_per_token, state_bytes
 from tiermem.tools.presets import ModelSizes, preset
 from tiermem.tools.train_job import make_config
 from tiermem.tools.words import Mistake
@@ -54,7 +55,9 @@ def test_a_llama_block_saves_what_the_formula_says(precision: str, num_key_value
 
 
 def test_the_terms_are_those_of_the_419m_model() -> None:
-    budget = plan_budget(1250 * MIB, 350 * MIB, ModelSizes.of(preset("419m")), 128, "bf16", is_checkpointing=False)
+    budget = plan_budget(
+        1250 * MIB, 350 * MIB, Activations(ModelSizes.of(preset("419m")), 128, "bf16", "bf16", False, False)
+    )
     terms = {term.what: term.num_bytes for term in budget.terms}
     assert terms["interpreter and libraries"] == 350 * MIB
     assert terms["activations"] == 24 * 128 * 57_416
@@ -69,7 +72,7 @@ def test_products_in_fp32_take_activations_of_fp32_and_gradients_of_bf16() -> No
     sizes = ModelSizes.of(preset("419m"))
     of = {
         (precision, compute): {
-            row.what: row.num_bytes for row in activation_rows(sizes, 128, precision, False, False, compute)
+            row.what: row.num_bytes for row in Activations(sizes, 128, precision, compute, False, False).rows()
         }
         for precision, compute in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
     }
@@ -84,7 +87,7 @@ def test_products_in_fp32_take_activations_of_fp32_and_gradients_of_bf16() -> No
 def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:
     def host(num_layers: int) -> int:
         shape = preset("419m") | {"num_hidden_layers": num_layers}
-        return plan_budget(1 << 31, 0, ModelSizes.of(shape), 128, "bf16", is_checkpointing=True).host_bytes
+        return plan_budget(1 << 31, 0, Activations(ModelSizes.of(shape), 128, "bf16", "bf16", True, False)).host_bytes
 
     inputs = 24 * 128 * 1024 * 2
     assert host(24) - host(48) == pytest.approx(inputs * 1.3, rel=1e-6)
@@ -128,3 +131,18 @@ def test_state_bytes(precision: str, per_param: int) -> None:
 @pytest.mark.parametrize(("name", "num_bytes"), [("exact", 14000), ("compact", 8000), ("bf16", 6000), ("tiny", 6032)])
 def test_state_bytes_of_a_preset(name: str, num_bytes: int) -> None:
     assert state_bytes(1000, "bf16", Precision.preset(name)) == num_bytes
+
+
+def test_by_layer_block_inputs_and_hidden_states_of_all_micro_batches_are_counted() -> None:
+    sizes, num_tokens = ModelSizes.of(preset("419m")), 128
+    hidden_bytes = num_tokens * sizes.hidden * 2
+
+    def rows(at_once: int | None, home: Tier | None = None) -> dict[str, tuple[int, Tier]]:
+        found = Activations(sizes, num_tokens, "bf16", "bf16", True, True, at_once)
+        return {row.what: (row.num_bytes, row.tier) for row in found.rows(home)}
+
+    assert rows(None)["activations"] == (sizes.num_layers * hidden_bytes, Tier.DEVICE)
+    assert rows(4)["activations"] == (4 * sizes.num_layers * hidden_bytes, Tier.DEVICE)
+    assert rows(4, Tier.NVME)["activations"] == (2 * 4 * hidden_bytes, Tier.DEVICE)  # in use, and on its way
+    assert rows(4)["between blocks"] == (5 * hidden_bytes, Tier.DEVICE)
+    assert "between blocks" not in rows(None)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.tools import planned
-from tiermem.tools.planned import activation_rows, has_chunked_loss
+from tiermem.tools.planned import Activations, has_chunked_loss
 from tiermem.tools.prediction import build_model
 from tiermem.tools.presets import ModelSizes
 from tiermem.zero import chunked_loss
@@ -63,7 +63,11 @@ def test_logits_of_a_long_sequence_take_a_chunk_of_the_plan() -> None:
     assert not has_chunked_loss(sizes, 512) and has_chunked_loss(sizes, 8192)
     assert not has_chunked_loss(sizes._replace(is_llama=False), 8192)  # other heads may scale or cap their logits
     short, long = (
-        next(row for row in activation_rows(sizes, num_tokens, "bf16", True, True) if row.what == "logits and loss")
+        next(
+            row
+            for row in Activations(sizes, num_tokens, "bf16", "bf16", True, True).rows()
+            if row.what == "logits and loss"
+        )
         for num_tokens in (512, 8192)
     )
     assert short.num_bytes == 512 * 128_000 * 16

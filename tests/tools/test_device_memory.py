@@ -19,10 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_run import DEVICE_FIELDS, MIB
 from on_simulated import environment, python
 
+from tiermem.forecast import Rates
+from tiermem.policy import Tier
 from tiermem.tools.launcher import Job, Outcome
 from tiermem.tools.memory_limit import Charge
+from tiermem.tools.options import TrainOptions
+from tiermem.tools.planned import Cluster, Planned, Scenario, plan_scenario
 from tiermem.tools.reports import peers_table, plan_table, predicted_table, result_table
 from tiermem.tools.run_record import RunRecord
+from tiermem.tools.train_job import make_config
 from tiermem.tools.training import device_fields, explain_out_of_memory, out_of_memory_in
 
 PLAN = [
@@ -150,6 +155,36 @@ def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path
     assert line.startswith("tiermem train: sim:0 has no memory left in backward of step 1: ")
     assert "the plan keeps 12.7 MiB on DEVICE (resident parameters" in line and "--offload cpu" in line
     assert not any((tmp_path / "runs").iterdir())
+
+
+def test_training_sends_inputs_of_blocks_from_a_card_that_has_no_room_for_them(tmp_path: Path) -> None:
+    """The choice is that of `plan`, it is in the report, and the device holds what it says."""
+    pytest.importorskip("transformers")
+    shape = SHAPE | {"num_hidden_layers": 12}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    words = ["--offload", "none", "--seq", "128", "--batch", "16", "--checkpointing", "--precision", "fp32"]
+    options = TrainOptions(config=tmp_path / "config.json", offload="none", batch=16, precision="fp32")
+    rates, config = Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=1e9), make_config(options, [tmp_path])
+
+    def on_card(num_bytes: int) -> Planned:
+        scenario = Scenario(shape, config, Cluster(1, 1, num_bytes), rates, 1e12, 128, is_checkpointing=True)
+        return plan_scenario(scenario, chooses=False)
+
+    small, enough = 0, 1 << 28
+    while enough - small > MIB:
+        middle = (small + enough) // 2
+        small, enough = (middle, enough) if on_card(middle).problems else (small, middle)
+    assert on_card(enough).policy.activations is Tier.HOST
+    moved = 10 * 16 * 128 * 64 * 4  # of 12 inputs 10 are elsewhere
+    capacity = int((enough + moved / 2) / 0.95)
+    done = subprocess.run(
+        [sys.executable, "-m", "tiermem.tools.cli", "train", *words, "--config", "config.json", "--steps=2", "--json=out"],
+        cwd=tmp_path, env=environment(TIERMEM_SIM_CAPACITY=str(capacity)), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    out = json.loads((tmp_path / "out").read_text())
+    assert "inputs of checkpointed blocks rest on HOST" in out["choice"]
+    assert out["device_memory"]["peak_reserved_bytes"] <= capacity
 
 
 CONTEXT = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tiermem.tools.bench.peers.runs import Peer, _save_tokens, deepspeed_settings, list_peers
+from tiermem.tools.bench.peers.runs import Peer, _save_tokens, deepspeed_settings, list_peers, peer_command
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Job, launch
 from tiermem.tools.memory_limit import open_limit
@@ -48,8 +48,8 @@ def job(folder: Path, **changes: object) -> Job:
     return Job(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def run_plain(given: Job, folder: Path, cap_bytes: int | None = None) -> RunRecord:
-    peer = Peer("plain", Path(sys.executable), [])
+def run_plain(given: Job, folder: Path, cap_bytes: int | None = None, name: str = "plain") -> RunRecord:
+    peer = Peer(name, Path(sys.executable), [])
     (folder / "place").mkdir()
     given.save(folder / "place" / "job.json")
     _save_tokens(given, folder / "tokens.npy")
@@ -70,15 +70,41 @@ def test_the_tokens_are_those_our_trainer_draws(tmp_path: Path) -> None:
     assert bytes(tokens[2, 1]) == corpus.window(5)
 
 
-def test_plain_pytorch_trains_and_reports(tmp_path: Path) -> None:
-    record = run_plain(job(tmp_path), tmp_path)
-    summary = record.summary()
-    assert summary["outcome"] == "finished", record.outcome
-    assert len(summary["losses"]) == 3
-    assert summary["losses"][2] < summary["losses"][0]
-    assert summary["num_params"] == 115_008
-    assert summary["threads"] == 1
-    assert summary["peak_rss_bytes"] > 100 << 20
+def test_plain_pytorch_and_fsdp2_train_alike_and_report(tmp_path: Path) -> None:
+    """Also without a GPU, where FSDP2 offloads nothing: both have fp32 masters, and multiply in bf16."""
+    summaries = {}
+    for name in ("plain", "fsdp2"):
+        (tmp_path / name).mkdir()
+        record = run_plain(job(tmp_path), tmp_path / name, name=name)
+        summary = summaries[name] = record.summary()
+        assert summary["outcome"] == "finished", (record.outcome, record.error)
+        assert len(summary["losses"]) == 3
+        assert summary["losses"][2] < summary["losses"][0]
+        assert summary["num_params"] == 115_008
+        assert summary["threads"] == 1
+        assert summary["peak_rss_bytes"] > 100 << 20
+    assert summaries["fsdp2"]["losses"] == pytest.approx(summaries["plain"]["losses"], rel=2e-3)
+
+
+def test_fsdp2_is_a_peer_where_there_is_a_gpu_and_deepspeed_pins_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = job(tmp_path, nvme_paths=[])
+    found = {}
+    for has_gpu in (False, True):
+        monkeypatch.setattr("tiermem.tools.bench.peers.runs._has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        offload = deepspeed_settings(given, tmp_path, uses_nvme=False)[0].values["zero_optimization"]["offload_param"]
+        found[has_gpu] = [peer.name for peer in list_peers(given, None)], offload["pin_memory"]
+    assert found == {False: (["plain"], False), True: (["plain", "fsdp2"], True)}
+
+
+def test_a_peer_in_this_interpreter_finds_what_pythonpath_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare machine has its packages there; an interpreter of its own is isolated as ever."""
+    ours, other = Path(sys.executable), Path("/usr/bin/python-of-another")
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    assert "-I" not in peer_command(ours, "plain") and "-I" in peer_command(other)
+    monkeypatch.delenv("PYTHONPATH")
+    assert "-I" in peer_command(ours, "plain")
 
 
 def test_a_peer_that_dies_at_the_cap_is_a_result(tmp_path: Path) -> None:

@@ -17,13 +17,21 @@ import torch
 
 import tiermem
 from tiermem.forecast import Rates
-from tiermem.forecast.steps import HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST, RANK_TO_NEAR, RANK_TO_RANK
+from tiermem.forecast.steps import (
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    HOST_TO_NVME,
+    NVME_TO_HOST,
+    RANK_TO_NEAR,
+    RANK_TO_RANK,
+)
 from tiermem.policy import Tier
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import PlanOptions
-from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, advise, parse_rates, plan, tiling_hint, tuned_speed
-from tiermem.tools.planned import Cluster, Planned, Scenario, meta_model, plan_scenario
+from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, advise, plan, tiling_hint
+from tiermem.tools.planned import Cluster, Planned, Scenario, meta_model, overlaps_of, plan_scenario
 from tiermem.tools.presets import preset
+from tiermem.tools.speed import parse_rates, tuned_speed
 
 TINY = preset("151m") | {
     "hidden_size": 128,
@@ -128,6 +136,8 @@ def test_a_gpu_adds_its_edges_and_takes_the_activations() -> None:
     assert said.forecast.edge_bytes(HOST_TO_DEVICE) > 0
     tiers = {line.what: line.tier for line in said.lines}
     assert tiers["activations"] is Tier.DEVICE
+    assert said.pinned_bytes == said.plan.link_bytes > 0
+    assert planned(config_of(), Cluster(1, 2)).pinned_bytes == 0
     assert "allocator" not in tiers
     whole = planned(config_of("none"), Cluster(1, 2, gpu_bytes=8 * GIB))
     assert {line.what: line.tier for line in whole.lines}["optimizer states"] is Tier.DEVICE
@@ -183,7 +193,7 @@ def test_changes_are_taken_together_when_none_suffices() -> None:
 def test_a_disk_that_is_the_bound_suggests_more_disks() -> None:
     slow = (Rates(disk_read_bytes_s=1e7, disk_write_bytes_s=1e7), 1e13)
     said = planned(config_of(resident_bytes=0), Cluster(1, 1), slow)
-    assert said.forecast.bound_of("step") == "disk"
+    assert said.forecast.limited_by == said.forecast.bound_of("forward") == "disk"
     words = {each.words: each.planned.tokens_per_s / said.tokens_per_s for each in advise(said, most=20)}
     assert words["twice the NVMe paths"] == pytest.approx(2, rel=0.1)
     assert words['tiermem.precision "compact" (smaller states)'] > 1.4
@@ -279,11 +289,21 @@ def test_this_machine_is_measured_when_no_speed_is_given(files: Path) -> None:
     assert "computing: a few of the model's blocks, trained for a moment on this machine" in said
 
 
+def test_overlaps_are_forecast_with_the_same_activations() -> None:
+    """Inputs of checkpointed blocks that rest on HOST cross the link in each of them."""
+    cluster, given = Cluster(1, 1, gpu_bytes=8 * GIB), {"activations": "cpu", "overlap": "forward"}
+    found = planned(config_of("cpu", **given), cluster, is_checkpointing=True)
+    overlaps = overlaps_of(found)
+    assert overlaps["forward"].forecast == found.forecast
+    away = 3 * 3 * 2 * 64 * TINY["hidden_size"] * 2  # micro-batches x blocks x samples x tokens x width x bf16
+    assert overlaps["none"].forecast.moved_bytes[DEVICE_TO_HOST]["forward"] == away
+
+
 def test_the_link_is_given_measured_or_assumed(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields: dict[str, Any] = {"gpu_bytes": 24 << 30}
     assert "GPU: 25 GB/s each way, assumed: give --link" in run(files, **fields)[1]
     assert "GPU: 11 GB/s each way, by --link" in run(files, link_bytes_s=11e9, **fields)[1]
-    monkeypatch.setattr("tiermem.tools.plan.measure_link", lambda device: 13.24e9)
+    monkeypatch.setattr("tiermem.tools.speed.measure_link", lambda device: 13.24e9)
     assert "GPU: 13.2 GB/s each way, measured here with pinned memory" in run(files, **fields)[1]
     assert "GPU: 11 GB/s each way, by --link" in run(files, link_bytes_s=11e9, **fields)[1]
 

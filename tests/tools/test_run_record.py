@@ -36,7 +36,8 @@ def test_the_documented_keys_are_there_even_for_a_run_that_died() -> None:
     record = RunRecord()
     record.outcome = outcome()
     keys = (
-        "losses forward_s backward_s step_s tokens_per_s peak_rss_bytes memory_limit_bytes limit_kind nvme_read_bytes "
+        "losses forward_s backward_s step_s iteration_s limits_s steps_redone limited_by "
+        "tokens_per_s peak_rss_bytes memory_limit_bytes limit_kind nvme_read_bytes "
         "nvme_written_bytes num_params state_bytes kernel_read_bytes kernel_written_bytes cgroup_peak_bytes engine versions"
     )
     assert set(keys.split(" ")) <= set(record.summary())
@@ -100,3 +101,15 @@ def test_bytes_of_a_step_are_those_between_two_ends() -> None:
         75,
     )  # 100 and 200, 50 and 100
     assert summary["nvme_peak_bytes"] == 50
+
+
+def test_an_iteration_is_limited_by_what_was_busy_longest() -> None:
+    """Medians of the steps after the first, which warms up."""
+    record = RunRecord()
+    for number, compute_s in enumerate((99.0, 7.0, 8.0, 6.0), 1):
+        limits = {"compute": compute_s, "disk": 6.5, "link": 0.0, "kernels": 1.5}
+        record.on_message({**step(number, 9.0), "start_ns": 0, "end_ns": 10**10, "limits_s": limits})
+    summary = record.summary()
+    assert summary["iteration_s"] == [10.0] * 4
+    assert summary["limits_s"] == {"compute": 7.0, "disk": 6.5, "link": 0.0, "kernels": 1.5}
+    assert summary["limited_by"] == "compute"

@@ -32,7 +32,13 @@ class Wide(nn.Module):
 
 def policy(folder: Path, preset: str, **fields: Any) -> OffloadPolicy:
     settings: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [folder], "persistence_numel": 0}
-    settings |= {"precision": PRESETS[preset], "resident_bytes": 0, "tile_numel": 20480, "quantised_frozen": True}
+    settings |= {
+        "precision": PRESETS[preset],
+        "overlap": "none",
+        "resident_bytes": 0,
+        "tile_numel": 20480,
+        "quantised_frozen": True,
+    }
     return OffloadPolicy(**(settings | fields))
 
 

@@ -55,6 +55,7 @@ def train(policy: OffloadPolicy, num_held: int) -> tuple[list[float], dict[str, 
         optim = tiermem.AdamW(shards.model.parameters())
         for step in range(NUM_STEPS):
             if num_held:
+                shards.check_whole()  # no step is under way
                 freeze, sizes = shards.store.freeze(), sizes_of(shards.store)
                 held.append((freeze, sizes, digests(freeze, sizes)))
             if len(held) > num_held:

@@ -25,9 +25,9 @@ BACKWARD = {  # what forward left in the buffers is not read again, nor is the e
 
 
 def policy(folder: Path, **fields: Any) -> OffloadPolicy:
-    return OffloadPolicy(
-        **({"params": Tier.NVME, "optim": Tier.HOST, "paths": [folder], "persistence_numel": 100} | fields)
-    )
+    """With overlap "none", so that a step's events come before the next forward's."""
+    settings = {"params": Tier.NVME, "optim": Tier.HOST, "paths": [folder], "persistence_numel": 100}
+    return OffloadPolicy(**(settings | {"overlap": "none"} | fields))
 
 
 def events(shards: Shards, *lanes: str) -> list[str]:

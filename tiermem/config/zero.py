@@ -14,7 +14,17 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets, Whole, canonical_key
 from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, Paths
 from tiermem.config.precision import PrecisionConfig
-from tiermem.policy import ComputeDtype, Durability, FrozenQuantType, MasterFrom, OffloadPolicy, OnNonfinite, Verify
+from tiermem.policy import (
+    AccumulationOrder,
+    ComputeDtype,
+    Durability,
+    FrozenQuantType,
+    MasterFrom,
+    OffloadPolicy,
+    OnNonfinite,
+    Overlap,
+    Verify,
+)
 
 # ---- tiermem ---------------------------------------------------------------------------------------------------------
 #
@@ -39,15 +49,23 @@ class OwnConfig(ConfigModel):
     """Folders on NVMe file systems, each with an optional cap and weight. Not set: those of nvme_path."""
     resident_bytes: Bytes | None = None
     """Optimizer state kept in host memory although its home is NVMe."""
-    grads: Annotated[OffloadDevice | None, Sets("grads", {"none": None})] = None
-    """Tier of reduced gradients between backward and step. Not set: cpu when the budget has room, else nvme."""
+    grads: Annotated[Literal["device"] | OffloadDevice | None, Sets("grads", {"none": None, "device": "none"})] = None
+    """Tier of reduced gradients between backward and step: device (an accelerator), cpu or nvme. Not set: cpu when the budget
+    has room, else nvme."""
     activations: Annotated[OffloadDevice | None, Sets("activations", {"none": None})] = None
     """Tier of the inputs of checkpointed blocks (torch.utils.checkpoint) between forward and backward: cpu, which moves them
     where the maths runs on an accelerator, or nvme. Not set: as activation_checkpointing.cpu_checkpointing says."""
     activation_bytes: Annotated[Bytes, Field(ge=1)] | None = None
     """Most bytes of these inputs at their tier at once, on each rank; what does not fit stays, with a warning."""
+    kv_bytes: Annotated[Bytes, Field(ge=1)] | None = None
+    """Memory of each rank, where the maths runs, that is left to the KV cache of a generation: part of device_bytes, or of
+    host_bytes where the CPU computes. Not set: none is planned."""
     step_in_backward: bool = OffloadPolicy.step_in_backward
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
+    accumulation: AccumulationOrder = OffloadPolicy.accumulation
+    """How the micro-batches of a step run: "batches", one after the other through the model; or "layers", all of them through
+    one block after the other, so that weights are read twice a step and gradients written once, whatever their number. The
+    model is then a chain of blocks, and `engine.train_batch` trains it. Stage 3 alone."""
     on_nonfinite: OnNonfinite = OffloadPolicy.on_nonfinite
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same
     (not clipped, since it has no norm). Not set, and bf16.check_grad_overflow false: apply."""
@@ -58,6 +76,10 @@ class OwnConfig(ConfigModel):
     """What 16-bit weights are multiplied in: as they rest, or fp32, where the machine's 16-bit products are slow; "measured"
     finds that out at the start, in less than a second. Weights rest and travel, and gradients are kept, as without it; a
     unit's buffer takes 4 bytes an element. Stage 3 alone."""
+    overlap: Overlap = OffloadPolicy.overlap
+    """What runs beside the tiles of an optimizer step: nothing; or the next forward, whose fetches wait for their own units; or
+    backward as well, which steps what rests on NVMe as gradients come, and steps it again where the step finds anything not as
+    assumed, such as clipping. backward takes one more slot on disk. The bits are the same. auto: forward where it pays."""
     frozen_quant_type: FrozenQuantType | None = OffloadPolicy.frozen_quant_type
     """Keep frozen weights of two dimensions or more in blocks where they rest: int8 (8.5 bits per element) or nf4 (4.5 bits, as
     in QLoRA). The maths and state dicts see them in their own dtype. Stage 3 alone. Not set: as they are."""

@@ -11,6 +11,8 @@ Users may also differentiate the loss themselves: `engine.scale(loss).backward()
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +30,17 @@ from tiermem.config import OffloadDevice, OffloadState, TiermemConfig
 from tiermem.config.optimizer import solve_batch
 from tiermem.engine.checkpoints import EngineCheckpoints, consolidated, save_weights
 from tiermem.engine.choice import OptimizerFactory, Parameters, agree_on_engine, choose_optimizer
-from tiermem.engine.facts import Accumulation, Losses, PhaseTimes, offload, states_to_offload
+from tiermem.engine.facts import (
+    Accumulation,
+    Away,
+    Losses,
+    LossFunction,
+    PhaseTimes,
+    loss_of_micro_batch,
+    offload,
+    reload,
+    states_to_offload,
+)
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.rules import LossScaler
 from tiermem.precision import DTYPES
@@ -37,8 +49,8 @@ from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero import registry
 from tiermem.zero.access import apply_gathered
 from tiermem.zero.init_params import built_with
+from tiermem.zero.layerwise import LayerwisePasses, Loss
 from tiermem.zero.shards import Shards
-from tiermem.zero.unit_state import LiveUnit
 
 # ---- casts of the model and its inputs -------------------------------------------------------------------------------
 #
@@ -195,7 +207,7 @@ class Engine(EngineCheckpoints, nn.Module):
         self.global_samples = 0
         self._was_step_applied = False
         self._compiled: CompiledForwards | None = None
-        self._away: list[LiveUnit] = []  # resident units that offload_states dropped from the device
+        self._away: Away | None = None  # what offload_states has taken off the device
         has_ranks = dist.is_available() and dist.is_initialized()
         sharing = group if group is not None else built_with(model).group
         self._sizes = config.batch(dist.get_world_size(sharing) if has_ranks else 1)
@@ -223,6 +235,11 @@ class Engine(EngineCheckpoints, nn.Module):
             raise
         self.training_dataloader: Any = None  # a checkpoint saves its position; `initialize` sets the loader it builds
         self.step_client_state = {}
+        by_layer = policy.accumulation == "layers" and choice is not None
+        self._by_layer = None
+        if by_layer:
+            served = self.shards.units, self.shards.hooks, self.shards.homes, device
+            self._by_layer = LayerwisePasses(model, *served, self._autocast.block)
         self._accumulation = Accumulation(self.shards, self._sizes.accumulation, config.managed_gradient_accumulation)
         if config.dump_state and self.shards.topology.rank == 0:
             for row in config.report():
@@ -239,11 +256,8 @@ class Engine(EngineCheckpoints, nn.Module):
         Collective where units are gathered. Raises RuntimeError while `offload_states` keeps parameters from the device.
         """
         self._check_here()
-        if self.config.fp16.enabled and self.config.fp16.auto_cast:
-            args, kwargs = tree_map(_to_half, (args, kwargs))
-        span = self.shards.store.recorder.span("forward", f"micro-batch {self.micro_steps}")
-        with self._times.phase("forward"), span, self._autocast.block():
-            return self.module(*args, **kwargs)
+        with self._phase("forward"):
+            return self._forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Computes gradients of the loss divided by the micro-batches of a step; returns the divided loss, detached.
@@ -254,11 +268,50 @@ class Engine(EngineCheckpoints, nn.Module):
         if not torch.is_tensor(loss) or loss.numel() != 1:
             raise ValueError(f"backward takes a loss of one element; given {tuple(getattr(loss, 'shape', ()))}")
         self._check_trains()
-        loss = self._losses.divided(loss, self._sizes.accumulation if scale_wrt_gas else 1)
-        span = self.shards.store.recorder.span("backward", f"micro-batch {self.micro_steps}")
-        with self._times.phase("backward"), span:
-            self.scale(loss).backward(retain_graph=retain_graph)
-        return loss.detach()
+        if self._by_layer is not None:
+            raise RuntimeError(
+                'accumulation is "layers", where all micro-batches of a step go through a block before the next block runs: '
+                'call engine.train_batch(micro_batches), or set it to "batches"'
+            )
+        with self._phase("backward"):
+            return self._differentiate(loss, retain_graph, scale_wrt_gas)
+
+    def train_batch(self, data_iter: Iterable[Any], loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """Trains one step on the next micro-batches of an iterator: forward, backward and step. Returns their mean loss.
+
+        With accumulation "layers" the micro-batches go through the model block by block (zero/layerwise.py), else one after the
+        other.
+
+        Args:
+            data_iter: gives at least `gradient_accumulation_steps` micro-batches, on the engine's device: mappings (the model's
+                keyword arguments), tuples or lists (its positional ones), or its one argument.
+            loss_fn: computes the loss from output and labels. A micro-batch is then a pair (inputs, labels), as in DeepSpeed's
+                pipelines, or a mapping, which is given in place of labels. Without it, the loss is the model's output, its
+                `loss`, its key "loss" or the first of a tuple.
+
+        The loss is this rank's, in fp32, detached, without scale. Collective; blocks. Raises StopIteration when no micro-batch
+        is left, ValueError when some are missing, RuntimeError in the middle of a step, NoChainError where accumulation
+        "layers" needs a chain of blocks; the gradients are then forgotten.
+        """
+        self._check_trains()
+        micros = list(itertools.islice(data_iter, self._sizes.accumulation))
+        if not micros:
+            raise StopIteration("train_batch: no micro-batch is left")
+        if len(micros) < self._sizes.accumulation:
+            raise ValueError(
+                f"train_batch takes {self._sizes.accumulation} micro-batches (gradient_accumulation_steps), and only "
+                f"{len(micros)} are left"
+            )
+        compute = [functools.partial(loss_of_micro_batch, self._forward, micro, loss_fn) for micro in micros]
+        losses = []
+        if self._by_layer is not None:
+            losses = self._run_by_layer(self._by_layer, compute)
+            self.step()
+        for each in compute if self._by_layer is None else ():
+            losses.append(each())
+            self.backward(losses[-1])
+            self.step()
+        return torch.stack([loss.detach().float() for loss in losses]).mean()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss times the loss scale, for users who call `.backward()` themselves."""
@@ -405,21 +458,25 @@ class Engine(EngineCheckpoints, nn.Module):
     ) -> None:
         """Gives device memory back until `reload_states`. facts.py has a table of the states and their places. Blocks.
 
+        Between the two the engine runs, steps, saves and loads nothing.
+
         Args:
             include: states to offload; default: all.
             device: cpu; none does nothing; nvme is refused.
             pin_memory, non_blocking: accepted for compatibility, without effect: the policy decides about pinned memory.
 
-        Raises ValueError for unknown states and for nvme, RuntimeError for an engine without optimizer.
+        Raises ValueError for unknown states, for nvme and for a budget of host memory that is too small; RuntimeError for an
+        engine without optimizer, and before `reload_states`.
         """
         self._check_trains()
-        self._away += offload(self.shards, states_to_offload(include, device))
+        self._check_here()
+        self._away = offload(self.shards, states_to_offload(include, device))
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Gathers the units that `offload_states` dropped from the device. Collective; blocks in stream order."""
-        away, self._away = self._away, []
-        for live in away:
-            self.shards.values.keep_present(live)
+        """Brings back to the device what `offload_states` took off it. Collective; blocks. Raises torch's OutOfMemoryError."""
+        if self._away is not None:
+            reload(self.shards, self._away)
+            self._away = None
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
@@ -475,9 +532,9 @@ class Engine(EngineCheckpoints, nn.Module):
         return self.optimizer
 
     def _check_here(self) -> None:
-        """Raises RuntimeError while the model is not on its device."""
-        if self._away:
-            raise RuntimeError("offload_states took parameters from the device: call reload_states first")
+        """Raises RuntimeError while states are not on the device."""
+        if self._away is not None:
+            raise RuntimeError("offload_states took states off the device: call reload_states first")
 
     def _step(self, optimizer: NativeOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         with self._times.phase("step"):
@@ -502,6 +559,38 @@ class Engine(EngineCheckpoints, nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
         self._end_step()
         self._report_progress()
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        span = self.shards.store.recorder.span(name, f"micro-batch {self.micro_steps}")
+        with self._times.phase(name), span:
+            yield
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            args, kwargs = tree_map(_to_half, (args, kwargs))
+        with self._autocast.block():
+            return self.module(*args, **kwargs)
+
+    def _differentiate(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        loss = self._losses.divided(loss, self._sizes.accumulation if scale_wrt_gas else 1)
+        self.scale(loss).backward(retain_graph=retain_graph)
+        return loss.detach()
+
+    def _run_by_layer(self, passes: LayerwisePasses, compute: Sequence[Loss]) -> list[torch.Tensor]:
+        """Computes the gradients of all micro-batches of a step; returns their losses."""
+        self._check_here()
+        try:
+            with self._accumulation.all_but_step(), passes.step(compute):
+                with self._phase("forward"):
+                    passes.forward()
+                with self._phase("backward"):
+                    return passes.backward(self._differentiate)
+        except BaseException:
+            self._losses.begin_step(self._sizes.accumulation)
+            raise
 
     def _build_scheduler(self, given: LRScheduler | SchedulerFactory | None) -> LRScheduler | None:
         if self.optimizer is None:

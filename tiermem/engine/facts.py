@@ -6,8 +6,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,6 +20,8 @@ from tiermem.optim.rules import LossScaler
 from tiermem.swap.accelerator import current_stream, give_back_cached, is_accelerator, new_event
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.shards import Shards
+from tiermem.zero.topology import ranks_per_node
+from tiermem.zero.unit_memory import UnitSlots
 from tiermem.zero.unit_state import LiveUnit
 
 # ---- accumulation of micro-batches -----------------------------------------------------------------------------------
@@ -82,6 +84,20 @@ class Accumulation:
         started, self._num_backwards = self._num_backwards, self._shards.hooks.num_backwards
         is_counted = self._is_managed and self._set_by_user is None
         return self.num_micro_batches if is_counted else self._num_backwards - started
+
+    @contextlib.contextmanager
+    def all_but_step(self) -> Iterator[None]:
+        """A block that computes the gradients of all micro-batches of a step; `step` then ends the last one of them.
+
+        Raises RuntimeError inside another block, in the middle of a step, and where the engine does not count micro-batches.
+        """
+        if self._block or self.is_under_way or not self._is_managed or self._set_by_user is not None:
+            raise RuntimeError(
+                "train_batch runs all micro-batches of a step: call it between steps, outside no_sync, with "
+                "managed_gradient_accumulation and without set_gradient_accumulation_boundary"
+            )
+        yield
+        self.micro_steps += self.num_micro_batches - 1
 
     def begin_anew(self, micro_steps: int | None = None) -> None:
         """Makes the next micro-batch the first of a step.
@@ -195,6 +211,35 @@ class Losses:
             )
 
 
+# ---- the loss of a micro-batch ---------------------------------------------------------------------------------------
+
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""Computes the loss of a model's output and the labels, or the micro-batch, that belong to it."""
+
+
+def loss_of_micro_batch(model: Callable[..., Any], micro: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+    """The loss of one micro-batch: see `Engine.train_batch`. Raises TypeError for an output without one."""
+    inputs, labels = micro if loss_fn is not None and isinstance(micro, (tuple, list)) else (micro, micro)
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    if loss_fn is not None:
+        return loss_fn(output, labels)
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif not torch.is_tensor(output):
+        loss = output[0] if isinstance(output, (tuple, list)) else getattr(output, "loss", None)
+    if not torch.is_tensor(loss) or loss.numel() != 1:
+        raise TypeError(
+            f"the model's output, a {type(output).__name__}, has no loss of one element: give train_batch a "
+            "loss_fn(output, labels)"
+        )
+    return loss
+
+
 # ---- times of phases -------------------------------------------------------------------------------------------------
 
 _PHASES = ("forward", "backward", "step")
@@ -259,16 +304,16 @@ def _seconds(start: _Moment, end: _Moment) -> float:
 #
 # They free device memory while another program uses the device (another engine, an inference server):
 #
-#     optim_states, hp_params             stay where the policy has them, on the device too: nothing moves
-#     lp_grads, contiguous_grad_buffer    the same
-#     lp_params                           streamed units leave their buffers; on an accelerator resident units free their
-#                                         memory too, and the model cannot run until reload_states. On a CPU resident
-#                                         units lie in their home and stay
+#     optim_states, hp_params             states on the accelerator; both names mean all of them, because they lie together
+#     lp_grads, contiguous_grad_buffer    gradients on the accelerator
+#     lp_params                           streamed units leave their buffers, and the buffers the accelerator; so do resident
+#                                         units and weights at home there. On a CPU resident units lie in their home and stay
 #
-# What torch's allocator then has cached goes back to the driver, where the other program can take it.
+# What has no other home is copied to host memory until then, outside the plan: with a budget (host_bytes) it must fit what the
+# plan leaves of it. What torch's allocator then has cached goes back to the driver, where the other program can take it.
 #
-# The home of a state does not change during a run. States that must also leave host memory need NVMe as their home
-# (`offload_optimizer`, `offload_param`).
+# The home of a state does not change during a run. What rests in host memory or on NVMe stays there. States that must also
+# leave host memory need NVMe as their home (`offload_optimizer`, `offload_param`).
 
 logger = logging.getLogger("tiermem")
 
@@ -296,17 +341,80 @@ def states_to_offload(
         raise ValueError(f"offload_states: include holds {error}; allowed are {', '.join(known)}") from None
 
 
-def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit]:
-    """Drops parameters from the device if lp_params is among the states; returns the resident units dropped. Blocks."""
-    if OffloadState.lp_params not in states:
-        return []
-    shards.prefetcher.empty()
-    away = [live for live in shards.units if live.unit.is_resident and live.shard is not live.memory.full]
-    away = [live for live in away if is_accelerator(shards.device) and live.is_present]
-    for live in away:
+_KINDS: Mapping[OffloadState, tuple[str, ...]] = {
+    OffloadState.optim_states: ("state",),
+    OffloadState.hp_params: ("state",),
+    OffloadState.lp_grads: ("grad",),
+    OffloadState.contiguous_grad_buffer: ("grad",),
+    OffloadState.lp_params: ("param", "secondary"),
+}
+"""What the names of entries that rest on the device begin with."""
+
+
+class Away(NamedTuple):
+    """Resident units that are not on the device."""
+
+    dropped: list[LiveUnit]
+    """Those with a shard in host memory, from which they come back."""
+    copied: list[tuple[LiveUnit, torch.Tensor]]
+    """The others, each with its bytes."""
+
+
+def offload(shards: Shards, states: Collection[OffloadState]) -> Away | None:
+    """Takes states off the device; returns the resident units that have left, None when nothing has. Blocks.
+
+    Raises ValueError, before anything moves, when the budget of host memory has no room for what has no other home.
+    """
+    takes_params = OffloadState.lp_params in states
+    if takes_params:
+        shards.prefetcher.empty()
+    if not is_accelerator(shards.device) or not states:
+        return None
+    memory, kinds = shards.store.on_device, {kind for state in states for kind in _KINDS[state]}
+    present = [live for live in shards.units if takes_params and live.unit.is_resident and live.is_present]
+    dropped = [live for live in present if live.shard is not live.memory.full]
+    in_place = [live for live in present if live.shard is live.memory.full]
+    shards.steps.finish()
+    _check_host(shards, memory.num_bytes(kinds) + sum(live.unit.full_bytes for live in in_place))
+    shards.homes.store.join()
+    for live in shards.units:
+        live.memory.join()
+    copies = memory.leave(kinds, [live.memory.full for live in in_place])
+    for live in present:
         live.drop()
+    for slab in _slabs(shards) if takes_params else ():
+        slab.leave()
     give_back_cached(shards.device)
-    return away
+    return Away(dropped, list(zip(in_place, copies, strict=True)))
+
+
+def reload(shards: Shards, away: Away) -> None:
+    """Brings back what `offload` has taken off the device. Collective; blocks. Raises torch's OutOfMemoryError."""
+
+    def restore() -> None:
+        for live, copy in away.copied:
+            live.keep(lambda memory, copy=copy: memory.full.view(torch.uint8).copy_(copy, non_blocking=True))  # type: ignore[misc]
+
+    for slab in _slabs(shards):
+        slab.come_back()
+    shards.store.on_device.come_back(restore)
+    for live in away.dropped:
+        shards.values.keep_present(live)
+
+
+def _slabs(shards: Shards) -> Collection[UnitSlots]:
+    """The memory of streamed units on an accelerator."""
+    return {live.memory.slab for live in shards.units if live.memory.slab is not None}
+
+
+def _check_host(shards: Shards, num_bytes: int) -> None:
+    """Raises ValueError when so many bytes do not fit what the plan leaves of host memory."""
+    budget, ranks = shards.policy.host_bytes, ranks_per_node()
+    if budget is not None and num_bytes > budget // ranks - shards.plan.host_bytes:
+        raise ValueError(
+            f"offload_states takes {num_bytes} bytes of host memory, for what rests on {shards.device} alone; of host_bytes "
+            f"{budget} // {ranks} ranks the plan leaves {budget // ranks - shards.plan.host_bytes}: raise it, or include less"
+        )
 
 
 # ---- facts for launchers, trainers and monitors ----------------------------------------------------------------------

@@ -34,6 +34,11 @@ def shard(
     Collective; blocks. Raises ValueError, with the arithmetic, when the policy cannot be met, and OSError when a path is
     missing, not writable or too full; both before any weight is moved.
     """
+    if policy is not None and policy.accumulation == "layers":
+        raise ValueError(
+            'accumulation "layers" is the engine\'s, which sees all micro-batches of a step: use tiermem.initialize and '
+            'engine.train_batch, or set it to "batches"'
+        )
     shards = Shards(model, policy or OffloadPolicy(), group, device, is_trained)
     if shards.policy.durability == "step":
         shards.attach(Saver(shards, saves_each_step=True))

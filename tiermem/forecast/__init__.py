@@ -13,13 +13,14 @@ The forecast adds times. It allocates no states, reads and sends nothing, and ca
 
 from __future__ import annotations
 
-from tiermem.forecast.forecast import Choice, Forecast, agreed, choose, forecast_shards, forecast_step
+from tiermem.forecast.forecast import Choice, Forecast, Placement, agreed, choose, forecast_shards, forecast_step
 from tiermem.forecast.loads import Use, uses_of
 from tiermem.forecast.rates import Rates, Task, Timeline, play
 
 __all__ = [
     "Choice",
     "Forecast",
+    "Placement",
     "Rates",
     "Task",
     "Timeline",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
 from tiermem.forecast.loads import MOST_TILES, Use, uses_of
-from tiermem.forecast.rates import Compute, Rates, Timeline, play
-from tiermem.forecast.steps import BACKWARD, FORWARD, MATHS, STEP, Course, StepBuilder
+from tiermem.forecast.rates import Compute, Rates, Task, Timeline, play
+from tiermem.forecast.steps import BACKWARD, FORWARD, KERNELS, MATHS, STEP, TILE, Course, StepBuilder
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
+from tiermem.swap.queue import busiest
 from tiermem.zero.budget import make_plan
 from tiermem.zero.plan import Plan
 from tiermem.zero.topology import Topology, plan_topology, ranks_per_node
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
 # ---- the forecast of a step ------------------------------------------------------------------------------------------
 
 PHASES = (FORWARD, BACKWARD, STEP)
+_RESOURCES = {
+    "disk": "disk",
+    "disk read": "disk",
+    "disk write": "disk",
+    "network": "link",
+    "near network": "link",
+    "link down": "link",
+    "link up": "link",
+    KERNELS: "kernels",
+}
+"""The resource of each lane but that of maths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +50,18 @@ class Forecast:
     """
 
     seconds: Mapping[str, float]
-    """Seconds of each phase: "forward" and "backward" (all micro-batches together) and "step"."""
+    """Seconds of each phase: "forward" and "backward" (all micro-batches together) and "step", as the program sees them: what
+    goes on under the next forward makes that longer."""
     moved_bytes: Mapping[str, Mapping[str, int]]
     """Bytes by edge ("NVME -> HOST", ...) and phase. A read ahead counts in the phase that begins it."""
     payload_bytes: Mapping[str, Mapping[str, int]]
     """Payload of collectives by ranks ("shard", "within", ...) and phase, as zero/failures.py counts it."""
     busy_s: Mapping[str, Mapping[str, float]]
-    """Seconds of work by lane ("disk", "maths", ...) and phase; the busiest lane bounds the phase."""
+    """Seconds of work by lane ("disk", "maths", ...) and phase, that of a step in the phase under which it goes on; the busiest
+    lane bounds the phase."""
+    limits_s: Mapping[str, float]
+    """Seconds for which each resource works in a step: "compute", "disk", "link" and "kernels", as in swap/queue.py. Lanes of
+    one resource work at the same time: the busiest counts."""
 
     @property
     def total_s(self) -> float:
@@ -54,6 +71,11 @@ class Forecast:
     def edge_bytes(self, edge: str) -> int:
         """Returns the bytes of a step over an edge."""
         return sum(self.moved_bytes.get(edge, {}).values())
+
+    @property
+    def limited_by(self) -> str:
+        """The resource that works longest in a step."""
+        return busiest(self.limits_s)
 
     def bound_of(self, phase: str) -> str:
         """Returns the lane that works longest in a phase and so bounds it."""
@@ -71,6 +93,7 @@ def forecast_step(
     ranks_on_node: int = 1,
     num_micro: int = 1,
     most_tiles: int = MOST_TILES,
+    input_bytes: int = 0,
 ) -> Forecast:
     """Simulates a step of a planned model.
 
@@ -81,15 +104,19 @@ def forecast_step(
         num_micro: micro-batches of a step (gradient accumulation).
         most_tiles: above this number, neighbouring tiles are merged: the simulation runs faster and predicts slightly more
             seconds.
+        input_bytes: of the input of one checkpointed block of a micro-batch, which moves as the policy says; 0: nothing is
+            recomputed, and activations stay where the maths runs.
 
     Raises ValueError when a module needs more units at once than the plan has buffers for.
     """
     of_rank = rates.of_rank(ranks_on_node)
-    course = Course(uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
+    course = Course(uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles, input_bytes)
     return _second_step(play(StepBuilder(course).build(2)))
 
 
-def forecast_shards(shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1) -> Forecast:
+def forecast_shards(
+    shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1, input_bytes: int = 0
+) -> Forecast:
     """Simulates a step of a sharded model with its own division and plan; see `forecast_step`. Calls no collective."""
     division = shards.plan.division
     return forecast_step(
@@ -102,6 +129,7 @@ def forecast_shards(shards: Shards, compute: Compute, rates: Rates, num_micro: i
         is_accelerator(shards.device),
         ranks_per_node(),
         num_micro,
+        input_bytes=input_bytes,
     )
 
 
@@ -110,23 +138,44 @@ def _second_step(timeline: Timeline) -> Forecast:
     payloads: dict[str, dict[str, int]] = {}
     busy: dict[str, dict[str, float]] = {}
     seconds = dict.fromkeys(PHASES, 0.0)
+    goes_on = any(task.is_beside for task in timeline.tasks)
+    begins_s: dict[str, float] = {}
     before_s = 0.0
     for task, end_s in zip(timeline.tasks, timeline.end_s, strict=True):
         phase, _, number = task.phase.partition(" ")
-        is_program = task.lane == MATHS  # the program runs these tasks in order and waits for each
+        is_program = task.lane == MATHS and not task.is_beside  # it runs these tasks in order and waits for each
         if number == "1":
             lane, edge = busy.setdefault(task.lane, {}), moved.setdefault(task.edge, {})
             among = payloads.setdefault(task.among, {})
             among[phase] = among.get(phase, 0) + task.payload_bytes
-            lane[phase] = lane.get(phase, 0.0) + task.seconds
+            lane[phase] = lane.get(phase, 0.0) + (0.0 if goes_on and phase == STEP else task.seconds)
             edge[phase] = edge.get(phase, 0) + task.num_bytes
             if is_program:
+                begins_s.setdefault(phase, before_s)
                 seconds[phase] += max(0.0, end_s - before_s)
         if is_program:
             before_s = max(before_s, end_s)
+    for phase, begin_s in begins_s.items() if goes_on else ():  # steps work in the phases under which they go on
+        for task, task_s, end_s in zip(timeline.tasks, timeline.begin_s, timeline.end_s, strict=True):
+            inside_s = min(end_s, begin_s + seconds[phase]) - max(task_s, begin_s)
+            if task.phase.startswith(STEP) and inside_s > 0:
+                busy[task.lane][phase] = busy[task.lane].get(phase, 0.0) + inside_s
     moved.pop("", None)
     payloads.pop("", None)
-    return Forecast(seconds, moved, payloads, busy)
+    return Forecast(seconds, moved, payloads, busy, _limits_of(timeline.tasks))
+
+
+def _limits_of(tasks: Sequence[Task]) -> dict[str, float]:
+    """Seconds of each resource in the second step."""
+    limits_s, lanes_s = dict.fromkeys(("compute", *dict.fromkeys(_RESOURCES.values())), 0.0), dict[str, float]()
+    for task in tasks:
+        if task.phase.endswith(" 1"):
+            lane = KERNELS if task.name == TILE else task.lane  # on a CPU they share the lane of maths
+            lanes_s[lane] = lanes_s.get(lane, 0.0) + task.seconds
+    for lane, lane_s in lanes_s.items():
+        resource = _RESOURCES.get(lane, "compute")
+        limits_s[resource] = max(limits_s[resource], lane_s)
+    return limits_s
 
 
 # ---- the choice of a plan --------------------------------------------------------------------------------------------
@@ -136,11 +185,15 @@ def _second_step(timeline: Timeline) -> Forecast:
 #     unit buffers                        two units fetched ahead            one
 #     tiles                               2^20 elements, 8 buffers           smaller or fewer: frees memory, too
 #     rest of the budget                  optimizer states stay on HOST      units stay on HOST, in all of it or in half
+#     inputs of checkpointed blocks       where the maths runs, if they fit  HOST or NVMe: more units stay on the device, or
+#                                                                            more states on HOST
+#     budget of the device                what activations leave             none: no unit stays, and HOST keeps more states
 #
 # With a slow disk and fast arithmetic, units on HOST save more: a step reads a byte of a weight twice and writes it once, and
 # moves a byte of fp32 states twice. Where forward and backward hide the reads of units, states on HOST save more.
 
 _LEAST_GAIN = 1.02  # a candidate must be faster by this factor
+_LEAST_GAIN_OF_A_SEARCH = 1.01  # so must the second search's best: units that stay on the device need no link
 _MOST_TILES = 160  # simulated one by one; above this number, neighbouring tiles are merged
 _ROUNDS = 2
 _TILES = ((1 << 20, 4), (1 << 18, 8))
@@ -157,8 +210,38 @@ class Tried(NamedTuple):
     forecast: Forecast
 
 
+class Placement(NamedTuple):
+    """A home for the inputs of checkpointed blocks, and the memory that a plan may take beside the activations.
+
+    Sizes are of a rank, but `host_bytes` of a node; None: no limit is known, or the policy's own is kept.
+    """
+
+    activations: Tier | None = None
+    """As in a policy."""
+    activation_bytes: int | None = None
+    """As in a policy."""
+    device_bytes: int | None = None
+    """What activations leave of an accelerator's memory."""
+    host_bytes: int | None = None
+    """What activations leave of the budget of host memory."""
+
+    def fields(self, policy: OffloadPolicy) -> Fields:
+        """The fields of a policy that it changes: those that the policy leaves open, and the budget of host memory."""
+        found: Fields = {"host_bytes": self.host_bytes} if self.host_bytes is not None else {}
+        if policy.device_bytes is None and self.device_bytes is not None:
+            found["device_bytes"] = self.device_bytes
+        if policy.activations is None and self.activations is not None:
+            found |= {"activations": self.activations, "activation_bytes": self.activation_bytes}
+        elif policy.activations is not None and policy.activation_bytes is None:
+            found["activation_bytes"] = self.activation_bytes
+        return found
+
+
 class Choice(NamedTuple):
-    """The chosen policy and plan, and the rule's plan for comparison; num_tried: the number of plans that were played."""
+    """The chosen policy and plan, and the rule's plan for comparison; num_tried: the number of plans that were played.
+
+    The rule's plan has fields, too, where the memory of an accelerator is known: what it may take there.
+    """
 
     policy: OffloadPolicy
     chosen: Tried
@@ -168,15 +251,16 @@ class Choice(NamedTuple):
     @property
     def is_rule(self) -> bool:
         """Whether the rule's plan is the fastest."""
-        return not self.chosen.fields
+        return self.chosen.fields == self.rule.fields
 
     def __str__(self) -> str:
         if self.num_tried == 1:
-            return "planned by rule: no budget of host memory was named, or nothing is left open"
+            return "planned by rule: no budget of memory was named, or nothing is left open"
         others = f"of {self.num_tried} plans"
-        if self.is_rule:
-            return f"planned by rule: predicted {self.rule.forecast.total_s:.3g} s a step, the fastest {others}"
         words = ", ".join(_words(name, value) for name, value in self.chosen.fields.items())
+        if self.is_rule:
+            said = f"{words}, " if words else ""
+            return f"planned by rule: {said}predicted {self.rule.forecast.total_s:.3g} s a step, the fastest {others}"
         return (
             f"planned by predicted time: {words}: {self.chosen.forecast.total_s:.3g} s a step, where the rule's plan takes "
             f"{self.rule.forecast.total_s:.3g} s; the fastest {others}"
@@ -192,47 +276,74 @@ def choose(
     ranks_on_node: int = 1,
     is_gpu: bool = False,
     num_micro: int = 1,
+    placements: Sequence[Placement] = (),
+    input_bytes: int = 0,
 ) -> Choice:
     """Chooses values for the open fields (None) of a policy by predicted time; `Choice.policy` is for `tiermem.shard`.
 
     It starts with the rule's plan, changes one field at a time, and keeps a change that is predicted to be faster; it repeats
-    this once. Every candidate is planned, so the chosen plan fits. Equal rates give equal choices on all ranks. Without
-    a budget of host memory (`host_bytes`) the rule's plan is chosen.
+    this once. With a budget of an accelerator it does so again from a plan that keeps no more units there. Every candidate is
+    planned, so the chosen plan fits. Equal rates give equal choices on all ranks. Without a budget of host memory
+    (`host_bytes`) or of an accelerator (`placements`) the rule's plan is chosen.
 
     Args:
         model: a model with the shapes and dtypes of the training; may be on the meta device.
         rates, compute: equal on all ranks; declared, or made equal by `agreed`.
+        placements: what activations leave to the plan, for each home that inputs of checkpointed blocks may have. The rule's
+            plan is that of the first placement that fits.
+        input_bytes: see `forecast_step`.
 
     Not collective; allocates no states. Raises ValueError when not even the rule's plan fits.
     """
     topology = plan_topology(world, policy, ranks_on_node)
     division = divide(model, policy, topology.num_shards)
     uses = uses_of(model, division, compute)
+    rooms = {each.activations: each.device_bytes for each in placements}
 
     def attempt(fields: Fields) -> Tried:
         changed = dataclasses.replace(policy, **fields)
         plan = make_plan(division, changed, topology, is_gpu, ranks_on_node)
+        room_bytes = rooms.get(changed.activations)
+        if room_bytes is not None and plan.device_bytes > room_bytes:
+            raise ValueError(
+                f"the plan needs {plan.device_bytes} bytes of the device, and activations leave {room_bytes}"
+            )
         forecast = forecast_step(
-            division, plan, changed, topology, uses, rates, is_gpu, ranks_on_node, num_micro, _MOST_TILES
+            division, plan, changed, topology, uses, rates, is_gpu, ranks_on_node, num_micro, _MOST_TILES, input_bytes
         )
         return Tried(fields, plan, forecast)
 
-    best = rule = attempt({})
-    tried: dict[str, Tried | None] = {repr([]): rule}  # by the fields, as text; None: it does not fit
-    for _ in range(_ROUNDS if policy.host_bytes is not None else 0):
-        before = best
-        for change in _changes(policy, division, topology.num_shards, before):
-            fields = best.fields | change
-            key = repr(sorted(fields.items()))
-            if key not in tried:
-                tried[key] = None
-                with contextlib.suppress(ValueError):
-                    tried[key] = attempt(fields)
-            found = tried[key]
-            if found is not None and found.forecast.total_s * _LEAST_GAIN < best.forecast.total_s:
-                best = found
-        if best is before:
-            break
+    moves = [each.fields(policy) for each in placements]
+    rule = _first_that_fits(attempt, moves)
+    is_limited = policy.host_bytes is not None or any(each.device_bytes is not None for each in placements)
+    tried: dict[str, Tried | None] = {_key(rule.fields): rule}  # None: it does not fit
+
+    def tried_with(fields: Fields) -> Tried | None:
+        key = _key(fields)
+        if key not in tried:
+            tried[key] = None
+            with contextlib.suppress(ValueError):
+                tried[key] = attempt(fields)
+        return tried[key]
+
+    def improved(best: Tried, moves: Sequence[Fields]) -> Tried:
+        for _ in range(_ROUNDS if is_limited else 0):
+            before = best
+            for change in (*moves, *_changes(policy, division, topology.num_shards, before)):
+                found = tried_with(best.fields | change)
+                if found is not None and found.forecast.total_s * _LEAST_GAIN < best.forecast.total_s:
+                    best = found
+            if best is before:
+                break
+        return best
+
+    best = improved(rule, moves)
+    if policy.device_bytes is None and "device_bytes" in rule.fields:  # the same with host memory for states instead
+        no_budget: Fields = {"device_bytes": None}
+        other = tried_with(rule.fields | no_budget)
+        other = None if other is None else improved(other, [move | no_budget for move in moves])
+        if other is not None and other.forecast.total_s * _LEAST_GAIN_OF_A_SEARCH < best.forecast.total_s:
+            best = other
     num_tried = sum(each is not None for each in tried.values())
     return Choice(dataclasses.replace(policy, **best.fields), best, rule, num_tried)
 
@@ -246,6 +357,18 @@ def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = Non
     assert group is not None
     dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group)
     return values[0], values[1]
+
+
+def _first_that_fits(attempt: Callable[[Fields], Tried], starts: Sequence[Fields]) -> Tried:
+    """The plan of the first of these fields that fits, else of the policy as it is. Raises ValueError if that does not fit."""
+    for fields in starts:
+        with contextlib.suppress(ValueError):
+            return attempt(fields)
+    return attempt({})
+
+
+def _key(fields: Fields) -> str:
+    return repr(sorted(fields.items()))
 
 
 def _changes(policy: OffloadPolicy, division: Division, num_shards: int, best: Tried) -> Iterator[Fields]:
@@ -274,5 +397,9 @@ def _words(name: str, value: Any) -> str:
         "tile_numel": f"tiles of {value} elements",
         "tile_buffers": f"{value} tile buffers",
         "host_param_numel": f"units of up to {value} elements stay in memory",
+        "activations": f"inputs of checkpointed blocks rest on {value.name if isinstance(value, Tier) else value}",
+        "activation_bytes": f"{value} bytes for them",
+        "device_bytes": f"{value} bytes of the device for the plan" if value else "no more units on the device",
+        "host_bytes": f"{value} bytes of host memory",
     }
     return words[name]

@@ -35,6 +35,8 @@ class Use(NamedTuple):
     """Seconds of maths in backward."""
     reads_again: bool = True
     """Whether its backward needs the units, too."""
+    block: str = ""
+    """The name of the block that it is in, a child of an outermost ModuleList; empty outside of blocks."""
 
 
 def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:
@@ -49,6 +51,7 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
         m for each in model.modules() if isinstance(each, nn.ModuleList) for m in each.modules() if m is not each
     }
     has_rest = compute.rest_forward_s is not None
+    blocks = _blocks_of(model)
     uses: list[Use] = []
     counted: set[nn.Parameter] = set()
     for module, units in division.triggers.items():
@@ -57,13 +60,25 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
         numel = 0 if has_rest and module not in in_list else sum(param.numel() for param in matrices)
         forward_s, backward_s = numel * compute.forward_s, numel * compute.backward_s
         indices = tuple(unit.index for unit in units)
-        uses.append(Use(names[module], indices, forward_s, backward_s, reads_weights_again(module)))
+        again = reads_weights_again(module)
+        uses.append(Use(names[module], indices, forward_s, backward_s, again, blocks.get(module, "")))
     left = sum(param.numel() for param in _left(in_list if has_rest else set(model.modules())) - counted)
     if left or not uses:
         uses.append(Use("what is always present", (), left * compute.forward_s, left * compute.backward_s))
     last, rest = uses[-1], (compute.rest_forward_s or 0.0, compute.rest_backward_s or 0.0)
     uses[-1] = last._replace(forward_s=last.forward_s + rest[0], backward_s=last.backward_s + rest[1])
     return uses
+
+
+def _blocks_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Returns the name of the block of each module in a list of blocks."""
+    found: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():  # outer lists come first
+        if isinstance(module, nn.ModuleList):
+            for child_name, child in module.named_children():
+                for inner in child.modules():
+                    found.setdefault(inner, f"{name}.{child_name}")
+    return found
 
 
 def _matrices(module: nn.Module) -> set[nn.Parameter]:
@@ -89,8 +104,11 @@ class TileLoad(NamedTuple):
 
     read      states on NVMe, its weights on NVMe if a step needs them, its gradients on NVMe
     written   states on NVMe, its weights on NVMe
-    memory    bytes that the kernel moves in memory: states both ways, weights written and, if needed, read, gradients once;
-              none for a tile that an accelerator steps, whose time is left out
+    memory    bytes that the CPU's kernel moves in memory: states both ways, weights written and, if needed, read, gradients
+              once; none for a tile that an accelerator steps
+    device    the same bytes, of a tile that an accelerator steps in its own memory
+    down, up  gradients and weights on their way to an accelerator that steps the tile, and weights on their way back
+    brought   gradients that rest on an accelerator, of a tile that the CPU steps
     """
 
     unit: int
@@ -98,6 +116,10 @@ class TileLoad(NamedTuple):
     lasting_bytes: int  # of read_bytes: states and weights, which exist before backward, so a head start may read them
     written_bytes: int
     memory_bytes: int
+    device_bytes: int = 0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    brought_bytes: int = 0
     num_tiles: int = 1
 
 
@@ -138,12 +160,19 @@ def _load(unit: Unit, numel: int, home: Tier, size: int, plan: Plan, policy: Off
     reads_weight = is_on_nvme and planned_layout(unit, policy).reads_weight
     lasting = moved + (weights if reads_weight else 0)
     stepped = 2 * size + weights + (weights if planned_layout(unit, policy).reads_weight else 0) + grads
+    is_there = home is Tier.DEVICE
+    rests_there = Tier.DEVICE in (plan.unit_homes.get(unit.index), plan.states if unit.is_resident else None)
+    crossing = weights if is_there and not rests_there else 0
     return TileLoad(
         unit.index,
         lasting + (grads if plan.grads is Tier.NVME else 0),
         lasting,
         moved + (weights if is_on_nvme else 0),
-        0 if home is Tier.DEVICE else stepped,
+        0 if is_there else stepped,
+        stepped if is_there else 0,
+        crossing + (grads if is_there and plan.grads is not Tier.DEVICE else 0),
+        crossing,
+        grads if plan.brings_gradients and not is_there else 0,
     )
 
 

@@ -64,6 +64,8 @@ class Rates:
     """Seconds of bookkeeping around each module's forward, and each backward."""
     tile_s: float = 100e-6
     """Seconds of bookkeeping around each tile of a step."""
+    device_bytes_s: float = 150e9
+    """Memory traffic of an accelerator's optimizer steps: less than its memory's rate, which they pass over several times."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -183,6 +185,8 @@ class Task(NamedTuple):
     priority: int = 0
     among: str = ""
     payload_bytes: int = 0
+    is_beside: bool = False
+    """Whether the program goes on meanwhile, although the task shares the lane of its maths."""
 
 
 @dataclasses.dataclass(frozen=True)

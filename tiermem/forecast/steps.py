@@ -1,12 +1,21 @@
 """Steps: the training steps of one rank as tasks, in the order in which the library issues them.
 
     forward    per use:  read shard (disk) -> gather (network) -> copy to the GPU (link) -> maths
-    backward   per use:  the same, then per bucket: pack -> reduce (network), while backward continues. At most two buckets
-               are in flight: the oldest ends before a third begins. Then: add -> copy to the host -> accumulate at home ->
-               write (disk)
-    step       per tile: read -> kernel -> write, through a fixed number of buffers. The first reads begin in backward, when
-               no unit remains to be read. After the tiles, the first units of the next forward are read. With
-               step_in_backward a unit's tiles are stepped when its gradients arrive, and backward waits for them
+               per checkpointed block whose input moves: copy from the GPU (link) -> write (disk). The maths of the block after
+               the next one waits for it
+    backward   per use:  the same as in forward; a block's input comes back (disk, link) while the block behind it computes.
+               Then per bucket: pack -> reduce (network), while backward continues. At most two buckets are in flight: the
+               oldest ends before a third begins. Then: add -> copy to the host -> accumulate at home -> write (disk)
+    step       per tile: read -> gradients, where they rest on a GPU (link) -> kernel -> write, through a fixed number of
+               buffers; a tile that a GPU steps: read -> copy to the GPU (link) -> maths -> copy back (link). The first reads
+               begin with backward, behind all other transfers. After the tiles, the first units of the next forward are
+               read. With step_in_backward a unit's tiles are stepped when its gradients arrive, and backward waits for them
+    overlap    with "forward", the program waits for the tiles of resident units alone. The others follow in the order of the
+               next forward, behind its reads; a unit waits for its tiles and takes its weights from memory, and backward
+               waits for all writes. (In a run, a unit whose weights are written before they are wanted reads them.)
+
+With accumulation "layers" the maths of a use, and the adding of its gradients, come once for each micro-batch between one fetch
+and the next; blocks are computed again in backward (zero/layerwise.py).
 
 Lanes: `disk` (or `disk read` and `disk write` for a duplex disk), `network`, `near network` within a node, `link down`,
 `link up`, `maths`, and with a GPU `kernels`. On a CPU, kernels and maths share the cores and so the lane `maths`.
@@ -27,6 +36,7 @@ from tiermem.zero.plan import Plan, keeps_secondary
 from tiermem.zero.prefetcher import Order, Prefetcher, limits_of
 from tiermem.zero.reduce import MOST_UNDER_WAY, Bucket, cut
 from tiermem.zero.state_layout import keeps_sums
+from tiermem.zero.step_run import overlap_of
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit
 from tiermem.zero.unit_state import UnitState
@@ -35,7 +45,9 @@ NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"
 HOST_TO_DEVICE, DEVICE_TO_HOST = "HOST -> DEVICE", "DEVICE -> HOST"
 RANK_TO_RANK, RANK_TO_NEAR = "rank -> rank", "rank -> rank of its node"
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-MATHS = "maths"
+MATHS, KERNELS = "maths", "kernels"
+TILE = "tile"
+"""The name of the tasks that are kernels of steps."""
 
 _BEHIND = 1  # priority of the head start's reads
 _GRAD_BUFFERS = 2
@@ -54,6 +66,19 @@ class Course:
     is_gpu: bool
     num_micro: int  # micro-batches of a step
     most_tiles: int  # above this number, neighbouring tiles are merged
+    input_bytes: int = 0  # of the input of a checkpointed block; 0: nothing is recomputed
+
+    @property
+    def input_home(self) -> Tier | None:
+        """Where inputs of checkpointed blocks rest between forward and backward; None: they stay where the maths runs."""
+        home = self.policy.activations if self.input_bytes else None
+        return None if home is Tier.HOST and not self.is_gpu else home
+
+    @property
+    def overlap(self) -> str:
+        """What a step runs beside: "none" or "forward". A step that a GPU takes part in ends before the next forward."""
+        is_there = self.plan.kept_bytes or Tier.DEVICE in (self.plan.states, *self.plan.unit_homes.values())
+        return "none" if self.is_gpu and is_there else overlap_of(self.policy, self.plan, self.is_gpu)
 
 
 class _Reducing(NamedTuple):
@@ -85,11 +110,18 @@ class StepBuilder:
         self._grad_writes: list[int] = []
         self._unchecked: set[int] = set()  # units that were read and not used yet
         self._under_way: list[_Reducing] = []  # oldest first
+        blocks = [use.block for use in course.uses if use.block]
+        self._blocks = list(dict.fromkeys(blocks)) if course.input_home is not None else []
+        self._away: dict[str, int] = {}  # block -> the task after which its input is at its home
+        self._coming: dict[str, int] = {}  # block -> the task after which its input is back
+        self._taken: set[str] = set()  # blocks whose inputs are back
+        self._stepping: dict[int, int] = {}  # unit -> the last kernel of its step, which the next fetch waits for
+        self._step_writes: list[int] = []  # of a step that goes on, which backward waits for
 
     def build(self, num_steps: int) -> list[Task]:
         """Returns the tasks of num_steps steps in a row. A phase's name ends with the number of its step: "forward 0"."""
         for number in range(num_steps):
-            for micro in range(self._course.num_micro):
+            for micro in range(self._course.num_micro // self._at_once):
                 self._forward(number)
                 self._backward(number, micro)
             self._step(number)
@@ -101,16 +133,31 @@ class StepBuilder:
         self._phase = f"{FORWARD} {number}"
         self._prefetcher.order.begin("training", has_backward=True)
         self._prefetcher.acquire()
-        for use in self._course.uses:
-            self._run(use.name, use.units, use.forward_s)
+        self._away.clear()
+        *uses, last = self._course.uses
+        for use in uses:
+            self._pass(use)
+        for use in uses if self._course.policy.accumulation == "layers" else ():
+            if not use.reads_again:  # the tail's forward begins with the head's
+                self._run(use.name, use.units, 0.0)
+        self._pass(last)
+
+    def _pass(self, use: Use) -> None:
+        """Adds a use's forward. A block's input leaves before it."""
+        if use.block in self._blocks and use.block not in self._away:
+            self._send_input(use.block)
+        self._run(use.name, use.units, use.forward_s * self._at_once)
 
     def _backward(self, number: int, micro: int) -> None:
         self._phase = f"{BACKWARD} {number}"
+        self._end_step()
         left = collections.Counter(index for use in self._course.uses for index in use.units)
+        self._taken.clear()
+        self._begin_tiles()
         for use in reversed(self._course.uses):
-            self._run(use.name, use.units if use.reads_again else (), use.backward_s)
-            if not self._prefetcher.expects_reads():
-                self._begin_tiles()
+            if use.block in self._blocks and use.block not in self._taken:
+                self._take_input(use.block)
+            self._run(use.name, use.units if use.reads_again else (), use.backward_s * self._at_once)
             for index in use.units:
                 left[index] -= 1
                 if not left[index] and self._units[index].is_trainable:
@@ -120,6 +167,11 @@ class StepBuilder:
                 self._receive(unit, is_first=micro == 0)
         while self._under_way:
             self._arrive()
+
+    @property
+    def _at_once(self) -> int:
+        """Micro-batches that one fetch of a unit serves."""
+        return self._course.num_micro if self._course.policy.accumulation == "layers" else 1
 
     def _run(self, name: str, units: Sequence[int], seconds: float) -> None:
         """Adds one module's maths after its units are present. The prefetcher begins reads ahead before the maths."""
@@ -137,34 +189,71 @@ class StepBuilder:
         seconds += self._rates.use_s + self._sum_s(sum(landing), 0)
         self._last = self._add(name, MATHS, seconds, [self._last, *arrivals])
 
+    # ---- inputs of checkpointed blocks ---------------------------------------------------------------------------------
+
+    def _send_input(self, block: str) -> None:
+        """Begins to send a block's input home. The program waits until the input before it is away."""
+        course, num_bytes = self._course, self._course.input_bytes
+        before = next(reversed(self._away.values()), -1)
+        self._last = self._add("input away", MATHS, 0.0, [self._last, before])
+        away = self._last
+        if course.is_gpu:
+            away = self._cross(f"input of {block}", "link up", DEVICE_TO_HOST, num_bytes, away)
+        if course.input_home is Tier.NVME:
+            away = self._write(f"input of {block}", num_bytes, [away])
+        self._away[block] = away
+
+    def _take_input(self, block: str) -> None:
+        """Makes the program wait for a block's input, and begins to bring the input of the block before. The last block's input
+        has not been let go."""
+        self._taken.add(block)
+        self._last = self._add("input there", MATHS, 0.0, [self._last, self._coming.pop(block, -1)])
+        place = self._blocks.index(block)
+        if place:
+            before, num_bytes, come = self._blocks[place - 1], self._course.input_bytes, self._last
+            if self._course.input_home is Tier.NVME:
+                come = self._read(f"input of {before}", num_bytes, [come])
+            if self._course.is_gpu:
+                come = self._cross(f"input of {before}", "link down", HOST_TO_DEVICE, num_bytes, come)
+            self._coming[before] = come
+
     # ---- transitions of units ------------------------------------------------------------------------------------------
 
     def read_unit(self, unit: Unit) -> int:
-        """Adds the read of a unit's shard."""
+        """Adds the read of a unit's shard, or the copy of it from the buffers of the step."""
+        if stepped := self._stepped(unit):
+            return self._put(f"new {unit.name}", 2 * unit.shard_bytes, [self._last, *stepped], is_beside=True)
         self._unchecked.add(unit.index)
         return self._read(unit.name, unit.shard_bytes, [self._last])
 
     def gather_unit(self, unit: Unit, read: int | None, has_second: bool) -> None:
         """Adds a unit's gather. The program waits for the unit's read first."""
-        if read is not None:
-            self._last = self._add("read", MATHS, 0.0, [self._last, read])
+        if before := [*self._stepped(unit), *([] if read is None else [read])]:
+            self._last = self._add("read", MATHS, 0.0, [self._last, *before])
         sends = gathers(unit, self._course.policy, self._course.topology, has_second)
         self.copy_unit(unit, self._send(f"gather {unit.name}", sends, self._last))
 
     def copy_unit(self, unit: Unit, after: int | None = None) -> None:
         """Adds the copy of a unit to the GPU; without a GPU, the unit is present after `after`."""
+        stepped = self._stepped(unit)
         after = self._last if after is None else after
-        self._arrivals[unit.index] = self._to_gpu(unit, after)
+        if not self._course.is_gpu and stepped:
+            after = self._add("stepped", MATHS, 0.0, [after, *stepped], is_beside=True)
+        self._arrivals[unit.index] = self._to_gpu(unit, after, *stepped)
 
-    def _to_gpu(self, unit: Unit, after: int) -> int:
-        return self._cross(f"to GPU {unit.name}", "link down", HOST_TO_DEVICE, unit.shard_bytes, after)
+    def _stepped(self, unit: Unit) -> list[int]:
+        """The task after which a unit's new weights are in memory, once: what follows it waits for it, too."""
+        return [self._stepping.pop(unit.index)] if unit.index in self._stepping else []
 
-    def _cross(self, name: str, lane: str, edge: str, num_bytes: int, after: int) -> int:
-        """Adds a copy between HOST and the GPU; without a GPU, returns `after`."""
-        if not self._course.is_gpu:
-            return after
-        seconds = num_bytes / self._rates.link_bytes_s
-        return self._add(name, lane, seconds, [after], edge=edge, num_bytes=num_bytes)
+    def _to_gpu(self, unit: Unit, *after: int) -> int:
+        """Adds the copy of a shard to the GPU; returns the first of `after` without a GPU, and for a shard that rests there."""
+        if not self._course.is_gpu or self._course.plan.unit_homes.get(unit.index) is Tier.DEVICE:
+            return after[0]
+        return self._cross(f"to GPU {unit.name}", "link down", HOST_TO_DEVICE, unit.shard_bytes, *after)
+
+    def _cross(self, name: str, lane: str, edge: str, num_bytes: int, *after: int) -> int:
+        """Adds a copy between HOST and the GPU."""
+        return self._add(name, lane, num_bytes / self._rates.link_bytes_s, after, edge=edge, num_bytes=num_bytes)
 
     def _streamed(self, uses: Iterable[Sequence[int]]) -> list[int]:
         return [index for units in uses for index in units if self._played[index].is_streamed]
@@ -183,7 +272,8 @@ class StepBuilder:
                 self._arrive()
             packed = self._last if course.is_gpu else self._put(f"pack {unit.name}", 2 * bucket.num_bytes, [self._last])
             self._goes_on(packed)
-            sent = self._send(f"reduce {unit.name}", reductions(bucket, course.topology), packed)
+            sends = reductions(bucket, course.topology) * self._at_once
+            sent = self._send(f"reduce {unit.name}", sends, packed)
             self._under_way.append(_Reducing(bucket, sent, is_first, number == len(buckets) - 1))
 
     def _arrive(self) -> None:
@@ -201,9 +291,14 @@ class StepBuilder:
     def _bring_home(self, unit: Unit, is_first: bool, after: int) -> None:
         """Copies or adds this rank's part of a unit's gradients to its home; with step_in_backward, steps its tiles."""
         course = self._course
-        after = self._cross(f"from GPU {unit.name}", "link up", DEVICE_TO_HOST, unit.shard_bytes, after)
+        if course.plan.grads is Tier.DEVICE:  # they are added up there
+            return
+        if course.is_gpu:
+            crossing = unit.shard_bytes * self._at_once
+            after = self._cross(f"from GPU {unit.name}", "link up", DEVICE_TO_HOST, crossing, after)
         grad_bytes = unit.shard_numel * course.policy.precision.grad_dtype(unit.dtype).itemsize
         streamed = unit.shard_bytes + grad_bytes * (1 if is_first else 2)
+        streamed += (self._at_once - 1) * (unit.shard_bytes + 2 * grad_bytes)  # of further micro-batches
         if course.plan.grads is not Tier.NVME:
             after = self._put(f"add {unit.name}", streamed, [after])
         else:
@@ -228,9 +323,10 @@ class StepBuilder:
     def _begin_tiles(self) -> None:
         """Adds the head start: reads of the first tiles' states and weights, after all other reads."""
         course = self._course
-        if self._begun or not course.policy.pipeline_read or course.policy.step_in_backward:
+        has_none = self._begun or not course.plan.tiles.num
+        if has_none or not course.policy.pipeline_read or course.policy.step_in_backward:
             return
-        lasting = [load.lasting_bytes for load in self._loads if load.lasting_bytes]
+        lasting = [load.lasting_bytes for load in self._in_order() if load.lasting_bytes]
         for num_bytes in lasting[: course.plan.tiles.num]:
             self._begun.append(self._read("tile", num_bytes, [self._last], _BEHIND))
 
@@ -243,20 +339,43 @@ class StepBuilder:
         begun, self._begun = self._begun, []
         if not course.policy.step_in_backward:
             self._prefetcher.empty()
-            writes = self._tiles(self._loads, begun, self._last)
-            self._last = self._add("written", MATHS, 0.0, [self._last, *writes])
+            self._step_writes = self._tiles(self._in_order(), begun, self._last)
+            if course.overlap == "none":
+                self._end_step()
         if course.topology.num_shards > 1 or course.is_gpu:
             for unit in self._units:
                 if unit.is_resident and unit.is_trainable:  # every rank's copy of it is updated
                     sends = updates(unit, course.policy, course.topology)
-                    self._last = self._to_gpu(unit, self._send(f"update {unit.name}", sends, self._last))
+                    self._last = self._send(f"update {unit.name}", sends, self._last)
+                    if course.plan.states is not Tier.DEVICE:  # else it is stepped where it is used
+                        self._last = self._to_gpu(unit, self._last)
             self._last = self._add("gathered", MATHS, 0.0, [self._last])
         if not course.policy.step_in_backward:
             self._prefetcher.end_pass()
 
+    def _end_step(self) -> None:
+        """Makes the program wait for the step that goes on, if there is one."""
+        if self._step_writes:
+            self._last = self._add("written", MATHS, 0.0, [self._last, *self._step_writes])
+        self._step_writes, self._stepping = [], {}
+
+    def _in_order(self) -> list[TileLoad]:
+        """The tiles of a step: of resident units first, then in the order of the next forward."""
+        expected = {unit: place for place, unit in enumerate(self._prefetcher.order.first_uses())}
+
+        def place(load: TileLoad) -> int:
+            return -1 if self._units[load.unit].is_resident else expected.get(load.unit, len(expected))
+
+        return sorted(self._loads, key=place)
+
     def _tiles(self, loads: Sequence[TileLoad], begun: list[int], first: int) -> list[int]:
         """Adds read, kernel and write of each tile after the task `first`. Returns the writes."""
         policy, num_buffers = self._course.policy, max(1, self._course.plan.tiles.num)
+        goes_on = self._course.overlap != "none"
+        priority = _BEHIND if goes_on else 0
+        if goes_on:  # the program gives all tiles to the run before it returns
+            planning_s = sum(load.num_tiles for load in loads) * self._rates.tile_s
+            self._last = self._add("plan of tiles", MATHS, planning_s, [self._last])
         kernels: list[int] = []
         writes: list[int] = []
         pending = list(begun)
@@ -266,12 +385,19 @@ class StepBuilder:
                 after += writes[place - num_buffers : place - num_buffers + 1] if place >= num_buffers else []
                 after += [] if policy.pipeline_read else kernels[-1:]
             if pending and load.lasting_bytes:
-                come = [pending.pop(0), self._read("tile gradients", load.read_bytes - load.lasting_bytes, after)]
+                late_bytes = load.read_bytes - load.lasting_bytes
+                come = [pending.pop(0), self._read("tile gradients", late_bytes, after, priority)]
             else:
-                come = [self._read("tile", load.read_bytes, after)]
+                come = [self._read("tile", load.read_bytes, after, priority)]
+            if load.brought_bytes:
+                come = [self._cross("gradients", "link up", DEVICE_TO_HOST, load.brought_bytes, *come)]
             before = [] if policy.pipeline_write else writes[-1:]
-            kernels.append(self._kernel(load, [*come, *before, *kernels[-1:]]))
+            kernels.append(self._kernel(load, [*come, *before, *kernels[-1:]], goes_on))
             writes.append(self._write("tile", load.written_bytes, [kernels[-1]]))
+            if goes_on and self._units[load.unit].is_resident:
+                self._last = self._add("stepped", MATHS, 0.0, [self._last, kernels[-1]])
+            elif goes_on:
+                self._stepping[load.unit] = kernels[-1]
         return writes
 
     # ---- tasks ---------------------------------------------------------------------------------------------------------
@@ -300,11 +426,16 @@ class StepBuilder:
             after = self._add(name, lane, seconds, [after], edge=edge, among=send.among, **sent)
         return after
 
-    def _kernel(self, load: TileLoad, after: list[int]) -> int:
-        lane = "kernels" if self._course.is_gpu else MATHS
-        seconds = load.memory_bytes / self._rates.kernel_bytes_s + load.num_tiles * self._rates.tile_s
+    def _kernel(self, load: TileLoad, after: list[int], goes_on: bool) -> int:
+        if load.device_bytes:
+            down = self._cross("to step", "link down", HOST_TO_DEVICE, load.down_bytes, *after)
+            stepped = self._add("tile on GPU", MATHS, load.device_bytes / self._rates.device_bytes_s, [down])
+            return self._cross("from step", "link up", DEVICE_TO_HOST, load.up_bytes, stepped)
+        lane = KERNELS if self._course.is_gpu else MATHS
+        seconds = load.memory_bytes / self._rates.kernel_bytes_s
+        seconds += 0.0 if goes_on else load.num_tiles * self._rates.tile_s
         seconds += self._sum_s(load.lasting_bytes, load.written_bytes)
-        return self._add("tile", lane, seconds, after)
+        return self._add(TILE, lane, seconds, after, is_beside=goes_on)
 
     def _sum_s(self, read_bytes: int, written_bytes: int) -> float:
         """Returns the seconds of checksums of bytes read (as often as the policy verifies) and written (if it keeps any)."""
@@ -314,10 +445,10 @@ class StepBuilder:
         num_bytes = read_bytes * _CHECKED[policy.verify] + written_bytes * keeps_sums(policy)
         return num_bytes / self._rates.sum_bytes_s
 
-    def _put(self, name: str, memory_bytes: int, after: list[int]) -> int:
-        lane = "kernels" if self._course.is_gpu else MATHS
+    def _put(self, name: str, memory_bytes: int, after: list[int], is_beside: bool = False) -> int:
+        lane = KERNELS if self._course.is_gpu else MATHS
         rate = self._rates.gradient_bytes_s or self._rates.kernel_bytes_s
-        return self._add(name, lane, memory_bytes / rate, after)
+        return self._add(name, lane, memory_bytes / rate, after, is_beside=is_beside)
 
     def _add(self, name: str, lane: str, seconds: float, after: Sequence[int], **more: Any) -> int:
         """Adds a task after others; `more` are further fields of Task. Returns its number."""
@@ -336,6 +467,7 @@ class _PlayedUnit:
         self.is_streamed = not unit.is_resident
         self.is_gathered = course.topology.num_shards > 1 or gathers_packed(unit, course.policy)
         self.is_staged = self.is_gathered or course.is_gpu
+        self.is_stepped = True  # what is added waits for its step
         self._builder = builder
         self._is_on_nvme = course.plan.unit_homes.get(unit.index) is Tier.NVME
         self._keeps_second = keeps_secondary(course.policy, course.topology.num_shards)

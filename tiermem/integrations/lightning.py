@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -193,20 +194,30 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         return True
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Opens the durable step, states included while fitting; or loads another strategy's weights. Collective; blocks."""
+        """Opens the weights of the durable step, or loads another strategy's weights. Collective; blocks."""
         shards = self.shards
         assert shards is not None
         if self._opened is None:
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
         else:
-            has_states = "optimizer_states" in checkpoint
-            load(shards, self._native() if has_states else None, self._opened / TAG)
+            load(shards, None, self._opened / TAG)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the states of another strategy's file. Collective; blocks."""
-        native = self._native()
-        if self._opened is None and native is not None:
+        """Opens the durable step whole, or loads the states of another strategy's file. Collective; blocks.
+
+        Lightning calls it after callbacks have changed what is trained and the optimizer's groups.
+        """
+        native, shards, module = self._native(), self.shards, self.lightning_module
+        if native is None:
+            return
+        for callback in module.trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):
+                callback.on_fit_start(module.trainer, module)  # ran before the callback's own state was restored
+        if self._opened is None:
             native.load_state_dict(checkpoint["optimizer_states"][0])
+        else:
+            assert shards is not None
+            load(shards, native, self._opened / TAG)
 
     def _native(self) -> NativeOptimizer | None:
         found = self.optimizers[0] if self.optimizers else None

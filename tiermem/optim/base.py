@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from tiermem.optim import ordinary
 from tiermem.optim.local import sum_over_ranks
 from tiermem.optim.resting import RestingStates, check_policy
 from tiermem.optim.rules import IMPLEMENTATION, AnyStep, Group, LossScaler, Rule, check_implementation
-from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor
+from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor, take_up
 from tiermem.optim.tiles import StateTiles
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import Precision
@@ -112,6 +113,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._resting: list[RestingStates] = []
         self._is_built = False  # whether __init__ has added all its groups
         self._groups: dict[int, dict[str, Any]] = {}  # by id(parameter)
+        self._noted: list[dict[str, Any]] = []  # the groups that it is of
         self._sharded: dict[Shards, ShardedModel] = {}
         self._workers: Workers | None = None  # threads for ordinary parameters
 
@@ -203,7 +205,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        self._note_groups()
         self._check_owners()
         self.was_skipped = False
         for shards in self._sharded:
@@ -246,7 +248,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def restore_ordinary(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Restores states of ordinary parameters from entries of a state dict; an empty entry means no steps. Blocks."""
-        self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        self._note_groups()
         names = {param: name for name, param in self.named()}
         self._restore_all({param: (names[param], entry) for param, entry in entries.items()})
 
@@ -291,6 +293,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._attach_all()
         sealed = dict(self.state)
         self.state.clear()
+        for model in self._sharded:
+            params = (shard.param for _, shard in model.parameters())
+            take_up(model, [param for param in params if param in sealed], "the state dict")
         ordinary_ones: dict[nn.Parameter, tuple[str, Mapping[str, Any] | None]] = {}
         for name, param in self.named():
             given, shards = sealed[param].entry if param in sealed else None, registry.owner_of(param)
@@ -324,11 +329,12 @@ class NativeOptimizer(torch.optim.Optimizer):
             if isinstance(owner, Shards) and owner not in self._sharded:
                 raise RuntimeError("the model was sharded after this optimizer was built: build it after")
         for shards in self._sharded:
+            shards.take_up()
             for live, shard in shards.parameters():
                 if not live.unit.is_trainable and shard.param.grad is not None:
                     raise RuntimeError(
-                        f"{shard.name} was frozen when the model was sharded (or all were, for inference), so it has no "
-                        "states: set requires_grad before sharding; a model that is sharded so opens this one's checkpoint"
+                        f"{shard.name} has a gradient and no states: it is frozen, or the model was sharded for inference. "
+                        "Set requires_grad before the forward"
                     )
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -347,7 +353,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _attach_all(self) -> None:
         """Makes the states of sharded models whose parameters are here. Raises ValueError when the plan lacks room."""
-        self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        self._note_groups()
         owners = {param: registry.owner_of(param) for _, param in self.named()}
         for param, owner in owners.items():
             if isinstance(owner, Shards):
@@ -363,7 +369,13 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._sharded[owner] = ShardedModel(owner, self._find_rule)
         self._rest([(name, param) for name, param in self.named_ordinary() if param.requires_grad])
 
+    def _note_groups(self) -> None:
+        self._noted = list(self.param_groups)
+        self._groups = {id(p): group for group in self._noted for p in group["params"]}
+
     def _find_rule(self, param: nn.Parameter) -> tuple[Group, Rule] | None:
+        if len(self._noted) != len(self.param_groups) or any(map(operator.is_not, self._noted, self.param_groups)):
+            self._note_groups()  # `param_groups` was set
         group = self._groups.get(id(param))
         return None if group is None else (group, self.rule_of(group, param))
 

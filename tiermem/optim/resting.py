@@ -428,10 +428,6 @@ class _Pass:
         is_there = tile.home is Tier.NVME and tile.state_bytes and not self._is_blank(tile)
         return self._store.read([(tile.entry, 0, slot.tensor[: tile.state_bytes])] if is_there else [], tile.entry)
 
-    def read_rest(self, tile: StateTile, slot: Slot) -> Move:
-        """No tile has a head start."""
-        raise AssertionError(tile.entry)
-
     def compute(self, tile: StateTile, slot: Slot | None) -> None:
         """Does the work on a tile, in its buffer or where it rests. Blocks."""
         states = self._states(tile, slot)

@@ -4,24 +4,30 @@
                                             no: the states stay unchanged, and the policy decides
 
 With `step_in_backward` a unit is stepped inside backward, as soon as its gradients are reduced; `step` then only ends the
-step. The optimizer gives the rule of each parameter (base.py). tiles.py does the work in a tile.
+step. With overlap "backward" tiles are stepped before the norm is known; `step` makes the results count, or steps them again
+(tentative.py). The optimizer gives the rule of each parameter (base.py). tiles.py does the work in a tile.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Rule
+from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tiles import FindRule, StateTiles
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.unit import Shard
 from tiermem.zero.unit_state import LiveUnit
+
+logger = logging.getLogger("tiermem")
 
 
 class NonFiniteGradients(RuntimeError):
@@ -35,7 +41,12 @@ class ShardedModel:
         self._shards = shards
         self._find_rule = find_rule
         self.tiles = StateTiles(shards, find_rule)
-        shards.attach_states(self.tiles, None if shards.policy.step_in_backward else self.tiles.begin)
+        self._tentative: TentativeStep | None = None
+        if shards.policy.overlap == "backward" and not shards.policy.step_in_backward:
+            self._tentative = TentativeStep(shards, self.tiles, self._step_of)
+            shards.homes.call_on_arrival(self._tentative.receive)
+        begin = self.tiles.begin if self._tentative is None else self._tentative.begin_backward
+        shards.attach_states(self.tiles, None if shards.policy.step_in_backward else begin)
         if shards.policy.step_in_backward:
             shards.homes.store.step_with(lambda unit, grads: self._step_unit(shards.units[unit.index], grads))
 
@@ -63,11 +74,14 @@ class ShardedModel:
             shards.homes.store.settle()
             norm = shards.homes.norm() / scale
             if self.is_refused(norm):
+                if self._tentative is not None:
+                    self._tentative.end(scale, None)
                 return norm
             factor = clip_factor(norm, max_norm) / scale / shards.homes.divisor
             for live in trainable:
                 self._count_steps(live)
-            self.tiles.step(lambda shard: self._step_of(shard, factor))
+            commits = self._tentative is not None and self._tentative.end(scale, factor)
+            self.tiles.step(lambda shard: self._next_step(shard, factor), commits=commits)
             self._regather(trainable)
             shards.prefetcher.end_pass()
         return norm
@@ -107,7 +121,7 @@ class ShardedModel:
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
         self._count_steps(live)
         shards.prefetcher.outdate(live)
-        self.tiles.step(lambda shard: self._step_of(shard, 1.0 / shards.homes.divisor), live, grads)
+        self.tiles.step(lambda shard: self._next_step(shard, 1.0 / shards.homes.divisor), live, grads)
         for shard in live.unit.shards:
             shard.gradient.forget()
 
@@ -117,12 +131,16 @@ class ShardedModel:
             if shard.gradient.is_there and self._find_rule(shard.param) is not None:
                 shard.count_step()
 
-    def _step_of(self, shard: Shard, factor: float) -> AnyStep | None:
-        found = self._find_rule(shard.param) if shard.gradient.is_there else None
+    def _next_step(self, shard: Shard, factor: float) -> AnyStep | None:
+        return self._step_of(shard, factor, shard.num_steps) if shard.gradient.is_there else None
+
+    def _step_of(self, shard: Shard, factor: float, num_steps: int) -> AnyStep | None:
+        """The step of a parameter that has a gradient, of that number."""
+        found = self._find_rule(shard.param)
         if found is None:
             return None
         group, rule = found
-        return rule.scalars(group, shard.num_steps, factor * shard.gradient.factor, shard.shape)
+        return rule.scalars(group, num_steps, factor * shard.gradient.factor, shard.shape)
 
     def _regather(self, trainable: list[LiveUnit]) -> None:
         for live in trainable:
@@ -149,6 +167,20 @@ def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
             f"room for num_moments={planned} of each of {numel} elements: {needed} x {numel} = {needed * numel} numbers "
             f"where {planned * numel} have a place. Shard with OffloadPolicy(num_moments={needed})"
         )
+
+
+def take_up(shards: Shards, saved: Collection[nn.Parameter], where: str) -> None:
+    """Takes room for parameters that are unfrozen, and for frozen ones whose saved states are about to be loaded.
+
+    Without room for the latter their states are left, with a warning. where: what holds the states. Collective; blocks.
+    """
+    shards.take_up()
+    frozen = [param for param in saved if not (unit := shards.find(param)[0].unit).is_trainable and unit.blocks is None]
+    try:
+        shards.take_up(frozen)
+    except (ValueError, OSError) as error:
+        text = "%s: the saved states of %d parameters that are frozen here are not loaded: %s"
+        logger.warning(text, where, len(frozen), error)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

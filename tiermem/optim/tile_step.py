@@ -10,6 +10,7 @@ It reads, depending on what was written before and what the work needs (zero/sta
 It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for steps of states that rest
 on an accelerator: these run there, and data that rests elsewhere is copied there and back. The CPU steps other tiles meanwhile;
 `finish` waits for what is copied back. Data in a tile's buffer is waited for before the buffer is written or used again.
+Gradients that rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own.
 
 The work on a tile is a function of the `Places` of each parameter in it:
 
@@ -27,14 +28,15 @@ from typing import NamedTuple
 
 import torch
 
-from tiermem.optim.rules import AnyStep, step_parts
+from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
 from tiermem.optim.tile import MomentsOf, Tile
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import current_stream, is_accelerator, record
+from tiermem.swap.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.arena import Slot
-from tiermem.swap.move import Move
-from tiermem.swap.native import BACKGROUND, Workers, narrow_part, widen_part
+from tiermem.swap.checksum import Range
+from tiermem.swap.native import Workers, narrow_part, widen_part
 from tiermem.swap.parts import Dither, Moment, StepParts
+from tiermem.swap.tile_plan import KernelStep
 from tiermem.swap.torch_step import narrow_in_torch
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import FP32_BYTES, StateViews, is_positive
@@ -89,7 +91,7 @@ Act = Callable[[Places], None]
 
 
 class TilePass:
-    """One pass over a model's tiles, which swap/pipeline.py runs.
+    """One pass over a model's tiles, which swap/program.py runs.
 
     Args:
         shards: the model.
@@ -97,6 +99,7 @@ class TilePass:
         act: called for each parameter in each tile, in order, after the tile's first states are made.
         is_step: whether `act` is an optimizer step, which needs gradients.
         grads: gradients of the one unit that is stepped, flat in its shard layout; None: they rest in the store or in memory.
+        link: the stream on which gradients come from an accelerator to tiles that the CPU steps; None: none do.
         reads_weights: whether parameters are always read, not only if states are made from them.
         is_blank: nothing is read; states and parameters are zero when `act` is called.
     """
@@ -109,6 +112,7 @@ class TilePass:
         *,
         is_step: bool = False,
         grads: torch.Tensor | None = None,
+        link: torch.Stream | None = None,
         reads_weights: bool = False,
         is_blank: bool = False,
     ) -> None:
@@ -118,6 +122,7 @@ class TilePass:
         self._act = act
         self.is_step = is_step
         self._grads = grads
+        self._link = link if is_step and grads is None else None
         self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
@@ -129,6 +134,9 @@ class TilePass:
         """Does the work on a tile, in its buffer or where it rests. Blocks."""
         start_ns = time.monotonic_ns()
         try:
+            if self.is_brought(tile):
+                assert slot is not None
+                self.bring(tile, slot)
             self._compute(tile, slot)
             for original, copy in self._copies.values():
                 original.copy_(copy, non_blocking=is_accelerator(copy.device))
@@ -147,32 +155,70 @@ class TilePass:
         if copied is not None:
             copied.synchronize()
 
-    def read(self, tile: Tile, slot: Slot) -> Move:
-        """Starts reading all bytes that the work needs into a buffer."""
-        parts = self._lasting_parts(tile) + self._gradient_parts(tile)
-        return self._store.read(_into(slot, parts), f"tile {tile.entry}")
+    def name(self, tile: Tile) -> str:
+        """Its name in events and errors."""
+        return f"tile {tile.entry}"
 
-    def read_lasting(self, tile: Tile, slot: Slot) -> Move:
-        """Starts reading the bytes that stay valid between steps, at a lower priority than all other transfers."""
-        return self._store.read(_into(slot, self._lasting_parts(tile)), f"tile {tile.entry}", BACKGROUND)
+    def unit(self, tile: Tile) -> int:
+        """The index of its unit."""
+        return tile.live.unit.index
 
-    def read_rest(self, tile: Tile, slot: Slot) -> Move:
-        """Starts reading the bytes that `read_lasting` leaves out: gradients."""
-        return self._store.read(_into(slot, self._gradient_parts(tile)), f"gradients of tile {tile.entry}")
+    def early_reads(self, tile: Tile, slot: Slot | None) -> list[Range]:
+        """The bytes that stay valid between steps."""
+        return _into(slot, self._lasting_parts(tile))
+
+    def late_reads(self, tile: Tile, slot: Slot | None) -> list[Range]:
+        """The bytes that are final when the step begins: gradients."""
+        return _into(slot, self._gradient_parts(tile))
 
     def has_lasting(self, tile: Tile) -> bool:
-        """Whether `read_lasting` would read any bytes of a tile."""
+        """Whether `early_reads` has any bytes of a tile."""
         return bool(self._lasting_parts(tile))
 
-    def write(self, tile: Tile, slot: Slot) -> Move:
-        """Starts writing states and parameters back to NVMe."""
+    def is_brought(self, tile: Tile) -> bool:
+        """Whether its gradients come from an accelerator to its buffer."""
+        return self._link is not None and tile.home is not Tier.DEVICE
+
+    def bring(self, tile: Tile, slot: Slot) -> None:
+        """Copies a tile's gradients from an accelerator to its buffer. Blocks; may be called in any thread."""
+        grads = self._shards.homes.store.view(tile.live.unit)
+        assert self._link is not None and grads is not None
+        activate(self._link.device)
+        with on(self._link):
+            self._gradient_buffer(tile, slot).copy_(grads[tile.elements], non_blocking=True)
+            copied = record(self._link)
+        copied.synchronize()
+
+    def writes(self, tile: Tile, slot: Slot | None) -> list[Range]:
+        """The states and parameters that are written back to NVMe."""
         ranges = []
         if tile.home is Tier.NVME:
             ranges.append((tile.entry, 0, _bytes_in(slot, 0, tile.state_bytes)))
         if tile.live.entry is not None:
             weights = _bytes_in(slot, tile.room_bytes, tile.slice_bytes)
             ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, weights))
-        return self._store.write(ranges, f"tile {tile.entry}")
+        return ranges
+
+    def shown(self, tile: Tile, slot: Slot | None) -> Range | None:
+        """The parameters among them, which the next forward reads while the step is under way."""
+        return None if tile.live.entry is None else self.writes(tile, slot)[-1]
+
+    def steps(self, tile: Tile, slot: Slot | None) -> list[KernelStep] | None:
+        """The native steps that are the work on a tile. None: `compute` does it.
+
+        That is the case for visits and fills, for a tile's first states, for steps of whole matrices and on an accelerator, and
+        for a parameter without gradient whose weight is written back unread.
+        """
+        if not isinstance(self._act, Stepping) or not tile.is_started or not self._is_near(tile):
+            return None
+        steps = []
+        for places in self._places(tile, slot):
+            planned = self._act.plan(places)
+            if isinstance(planned, KernelStep):
+                steps.append(planned)
+            elif planned is not None or self._act.fills_weight(places):
+                return None
+        return steps
 
     # ---- the work on a tile ------------------------------------------------------------------------------------------------
 
@@ -184,12 +230,17 @@ class TilePass:
             params.zero_()
         elif not tile.is_started:
             self._start(tile, slot, views, params)
+        for places in self._places(tile, slot):
+            self._act(places)
+
+    def _places(self, tile: Tile, slot: Slot | None) -> Iterator[Places]:
+        """The elements of each parameter in a tile."""
+        params, views = self._params(tile, slot), tile.layout.views(self._states(tile, slot), tile.numel)
         grads, rank = self._gradients(tile, slot), self._shards.topology.shard_rank
         for part in tile.ranges:
             place, shard = tile.place_of(part), part.shard
             own, grad = views.piece(place.start, part.numel), None if grads is None else grads[place]
-            first = part.first_element(rank)
-            self._act(Places(tile, shard, first, params[place], grad, own, self._moments_of(shard)))
+            yield Places(tile, shard, part.first_element(rank), params[place], grad, own, self._moments_of(shard))
 
     def _start(self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor) -> None:
         """Makes a tile's first states: masters from the initial values or from the weight; moments are zero."""
@@ -232,6 +283,13 @@ class TilePass:
         """The device that computes the work on a tile."""
         return self._store.device if self.is_step and tile.home is Tier.DEVICE else torch.device("cpu")
 
+    def _is_near(self, tile: Tile) -> bool:
+        """Whether all data of a tile's step is in host memory, or in its buffer."""
+        shard, grads = tile.live.shard, self._shards.homes.store.home
+        is_here = shard is None or shard.device.type == "cpu"
+        has_grads = self._grads is not None or grads is not Tier.DEVICE or self.is_brought(tile)
+        return is_here and tile.home is not Tier.DEVICE and has_grads
+
     def _near(self, tile: Tile, data: torch.Tensor) -> torch.Tensor:
         """A tile's data on the device of its work: the data itself, or a copy that `compute` copies back."""
         if data.device == self._device(tile) or not data.numel():
@@ -269,16 +327,19 @@ class TilePass:
         if not self._reads_gradients:
             return []
         entry, offset = self._shards.homes.store.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
-        return [(entry, offset, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)]
+        return [(entry, offset, _gradient_place(tile), tile.grad_bytes)]
 
     def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:
         if not self.is_step:
             return None
         at_home = self._grads if self._grads is not None else self._shards.homes.store.view(tile.live.unit)
-        if at_home is not None:
+        if at_home is not None and not self.is_brought(tile):
             return self._brought(tile, at_home[tile.elements])
-        data = _bytes_in(slot, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)
-        return self._brought(tile, data.view(tile.grad_dtype))
+        return self._brought(tile, self._gradient_buffer(tile, slot))
+
+    def _gradient_buffer(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
+        """Its place in a tile's buffer."""
+        return _bytes_in(slot, _gradient_place(tile), tile.grad_bytes).view(tile.grad_dtype)
 
     def _states(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         """The bytes of a tile's states, where they rest or in its buffer."""
@@ -295,6 +356,12 @@ class TilePass:
         return self._near(tile, _bytes_in(slot, tile.room_bytes, tile.slice_bytes).view(tile.dtype))
 
 
+def _gradient_place(tile: Tile) -> int:
+    """The place of a tile's gradients in its buffer, which holds nothing else if all else rests in memory."""
+    is_alone = tile.home is not Tier.NVME and tile.live.entry is None
+    return 0 if is_alone else tile.room_bytes + tile.slice_bytes
+
+
 def _bytes_in(slot: Slot | None, place: int, num_bytes: int) -> torch.Tensor:
     """The bytes of a tile's buffer from a place on; only data that does not rest in memory needs the buffer."""
     assert slot is not None
@@ -305,43 +372,72 @@ _Part = tuple[str, int, int, int]
 """A byte range of an entry, and its place in a tile's buffer: (entry, offset, place, bytes)."""
 
 
-def _into(slot: Slot, parts: Sequence[_Part]) -> list[tuple[str, int, torch.Tensor]]:
-    """The ranges for `store.read`: (entry, offset, view of the buffer)."""
+def _into(slot: Slot | None, parts: Sequence[_Part]) -> list[Range]:
+    """The ranges for the store: (entry, offset, view of the buffer)."""
     return [(entry, offset, _bytes_in(slot, place, num_bytes)) for entry, offset, place, num_bytes in parts]
 
 
 # ---- the work --------------------------------------------------------------------------------------------------------
 
 
-def stepping(workers: Workers, rule_of: RuleOf) -> Act:
+class Stepping:
     """The work of one optimizer step.
 
     Stochastic rounding depends on the parameter's name, its own count of steps and the element's index in the whole parameter,
     so the bits do not depend on the tiles or on the number of ranks.
+
+    is_counted: whether parameters have counted this step already.
     """
 
-    def step(places: Places) -> None:
-        tile, shard, rule = places.tile, places.shard, rule_of(places.shard)
+    def __init__(self, workers: Workers, rule_of: RuleOf, is_counted: bool = True) -> None:
+        self._workers = workers
+        self._rule_of = rule_of
+        self._ahead = 1 - is_counted
+
+    def __call__(self, places: Places) -> None:
+        """Steps the elements of a parameter."""
+        planned = self.plan(places)
+        if planned is not None:
+            step_parts(self._workers, *planned)
+        elif self.fills_weight(places):
+            assert places.master is not None
+            places.weight.copy_(places.master)
+
+    def plan(self, places: Places) -> KernelStep | CalledStep | None:
+        """The arguments of the step; None: this parameter is not stepped. Raises ValueError when the plan lacks room."""
+        shard, rule, precision = places.shard, self._rule_of(places.shard), places.tile.layout.precision
+        num_steps = shard.num_steps + self._ahead
         if rule is None:
-            if not tile.layout.reads_weight and tile.live.shard is None:
-                assert places.master is not None
-                places.weight.copy_(places.master)  # it may be unread, and the whole slice is written back
-            return
-        moments, precision, dither = places.views.moments, tile.layout.precision, None
+            return None
+        moments, dither = places.views.moments, None
         if len(places.names) > len(moments):
-            num, room = len(places.names), tile.layout.num_moments
+            num, room = len(places.names), places.tile.layout.num_moments
             raise ValueError(
                 f"this optimizer keeps {num} moments of a parameter ({', '.join(places.names)}) and the plan made room for "
                 f"num_moments={room}: {num} > {room}. Shard the model with OffloadPolicy(num_moments={num})"
             )
         if precision.is_stochastic:
-            dither = Dither(precision.key(shard.name), shard.num_steps, places.first)
+            dither = Dither(precision.key(shard.name), num_steps, places.first)
         assert places.grad is not None
         parts = StepParts(places.weight, places.master, places.grad, moments[: len(places.names)])
-        starts = shard.num_steps == 1 and not shard.has_moments  # its tile may have been stepped before
-        step_parts(workers, rule, parts, dither, start_moments=starts)
+        starts = num_steps == 1 and not shard.has_moments  # its tile may have been stepped before
+        if isinstance(rule, MatrixStep):
+            return CalledStep(rule, parts, dither, starts)
+        return KernelStep(rule, parts, dither, starts)
 
-    return step
+    @staticmethod
+    def fills_weight(places: Places) -> bool:
+        """Whether a weight that is not stepped comes from its master: it may be unread, and the whole slice is written back."""
+        return not places.tile.layout.reads_weight and places.tile.live.shard is None
+
+
+class CalledStep(NamedTuple):
+    """The arguments of the step of a whole matrix, which no native kernel makes alone."""
+
+    rule: MatrixStep
+    parts: StepParts
+    dither: Dither | None
+    start_moments: bool
 
 
 def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> Act:

@@ -3,7 +3,7 @@
 Before its first step a tile has no states on disk. Its masters are then made from the parameters, or from the fp32 values that
 zero.Init kept; its moments are zero.
 
-The first tiles are read before backward has ended (zero/hooks.py says when). States and parameters do not change between
+The first tiles are read while backward runs (zero/hooks.py says when). States and parameters do not change between
 steps, so these reads stay valid while micro-batches accumulate, after a failed backward and after a skipped step. Code that
 writes states in between drops these reads (`Shards.drop_head_start`).
 
@@ -14,6 +14,7 @@ precision: fp32 values that came from a smaller format convert back to the same 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
@@ -21,12 +22,14 @@ from torch import nn
 
 from tiermem.optim.rules import Group, Rule
 from tiermem.optim.tile import Tile, homes_of_tiles, stepped_ranges, tile_runs
-from tiermem.optim.tile_step import Act, RuleOf, TilePass, Visitor, stepping, visiting
+from tiermem.optim.tile_step import Act, RuleOf, Stepping, TilePass, Visitor, visiting
 from tiermem.policy import Tier
+from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream
 from tiermem.swap.native import narrow_part, widen_part
-from tiermem.swap.pipeline import run_pipeline
+from tiermem.swap.ranges import round_up
+from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.collectives import total
-from tiermem.zero.plan import keeps_initial_master
+from tiermem.zero.plan import Plan, keeps_initial_master
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import (
     MASTER,
@@ -37,7 +40,8 @@ from tiermem.zero.state_layout import (
     keeps_sums,
     weight_runs,
 )
-from tiermem.zero.unit import Shard, ShardRange
+from tiermem.zero.step_run import overlap_of
+from tiermem.zero.unit import Shard, ShardRange, Unit
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import initial_master
 
@@ -59,43 +63,91 @@ class StateTiles:
         self._shards = shards
         self._store = shards.store
         self._find_rule = find_rule
-        trainable = [live for live in shards.units if live.unit.is_trainable]
-        num_moments = max((len(self.names(s)) for live in trainable for s in live.unit.shards), default=0)
-        self.tiles = self._at_home([tile for live in trainable for tile in self._cut(live, num_moments)])
+        self._link = new_stream(shards.device) if shards.plan.brings_gradients else None
+        self._num_moments = 0  # of a tile
+        self.tiles: list[Tile] = []
         self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}  # of each parameter, in the order of elements
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
-        for tile in self.tiles:
-            self._of_unit.setdefault(tile.live, []).append(tile)
-            for part in tile.ranges:
-                self._pieces.setdefault(part.shard, []).append((tile, part))
-        if any(tile.entry in self._store for tile in self.tiles):
+        self.take_up([live.unit for live in shards.units if live.unit.is_trainable])
+
+    def take_up(self, units: Sequence[Unit]) -> None:
+        """Takes room for the states of units that have become trainable, by the model's plan. Raises OSError, ValueError."""
+        lives = [self._shards.units[unit.index] for unit in units]
+        held = (len(self.names(shard)) for unit in units for shard in unit.shards)
+        self._num_moments = max([self._num_moments, *held])
+        tiles = self._at_home([tile for live in lives for tile in self._cut(live, self._num_moments)])
+        if any(tile.entry in self._store for tile in tiles):
             raise ValueError("this model has an optimizer already: make one optimizer with several parameter groups")
-        for tile in self.tiles:
+        there = [round_up(tile.state_bytes, ALIGNMENT) for tile in tiles if tile.home is Tier.DEVICE]
+        self._store.on_device.reserve("state/", sum(there))
+        for tile in tiles:
             if tile.state_bytes:  # plain SGD of fp32 parameters has no states
                 self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home)
-        if keeps_sums(shards.policy):
-            self._protect()
+        self._set([*self.tiles, *tiles])
+        if keeps_sums(self._shards.policy):
+            self._protect(tiles)
+
+    def make_room(self, plan: Plan) -> None:
+        """Moves states from HOST to NVME, as many as another plan has no room for on HOST.
+
+        The states are written before their memory is given up. Blocks; raises OSError.
+        """
+        if plan.states is not Tier.NVME:
+            return
+        excess = self._bytes_on(Tier.HOST) - plan.resident_bytes - (0 if plan.steps_there else plan.kept_bytes)
+        moved: dict[Tile, Tile] = {}
+        for tile in reversed(self.tiles):
+            if excess > 0 and tile.home is Tier.HOST and tile.state_bytes:
+                moved[tile] = self._on_nvme(tile)
+                excess -= tile.state_bytes
+        self._set([moved.get(tile, tile) for tile in self.tiles])
 
     def begin(self) -> None:
         """Starts reading the first tiles of the next step, at low priority. Does nothing if they are already being read.
 
         Tiles in memory are left out, because they need no buffer.
         """
-        start = self._shards.head_start
-        if start is None or not self._shards.policy.pipeline_read:
+        if self._shards.tile_pool is None or not self._shards.policy.pipeline_read:
             return
         work = TilePass(self._shards, self.names)
-        start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
+        self._shards.program.begin((tile for tile in self._in_order() if work.has_lasting(tile)), work)
 
-    def step(self, rule_of: RuleOf, live: LiveUnit | None = None, grads: torch.Tensor | None = None) -> None:
+    def attempt(self, live: LiveUnit, rule_of: RuleOf) -> bool:
+        """Steps tiles of a unit beside what they replace, for a `step` that commits them. Does not block for transfers.
+
+        Tiles that rest in memory are left out. Parameters have not counted the step. Returns and raises as `Program.attempt`.
+        """
+        work = TilePass(
+            self._shards, self.names, Stepping(self._shards.workers, rule_of, is_counted=False), is_step=True
+        )
+        tiles = [tile for tile in self._of_unit.get(live, ()) if tile.home is Tier.NVME and live.entry is not None]
+        return self._shards.program.attempt(tiles, work, len(self.tiles), "compute")
+
+    def step(
+        self, rule_of: RuleOf, live: LiveUnit | None = None, grads: torch.Tensor | None = None, commits: bool = False
+    ) -> None:
         """Steps every tile once, or the tiles of one unit with the given gradients: flat, in its shard layout.
 
-        Blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
+        commits: whether `attempt` has stepped its tiles as this step would, to the bit; they are then not stepped again.
+
+        Blocks, or with overlap "forward" until all units that are not streamed are stepped (zero/step_run.py); a tile's first
+        step always blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
         """
-        tiles = self.tiles if live is None else self._of_unit.get(live, ())
-        act = stepping(self._shards.workers, rule_of)
-        with self._shards.changing_all():
-            self._run(tiles, TilePass(self._shards, self.names, act, is_step=True, grads=grads))
+        shards, act = self._shards, Stepping(self._shards.workers, rule_of)
+        tiles = self._in_order() if live is None else self._of_unit.get(live, ())
+        if self._link is not None:
+            self._link.wait_stream(current_stream(shards.device))
+        work = TilePass(shards, self.names, act, is_step=True, grads=grads, link=self._link)
+        is_overlapped = overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) != "none"
+        with shards.steps.changing_all():
+            if is_overlapped and live is None and all(tile.is_started for tile in tiles):
+                at_once = [each.unit.index for each in self._of_unit if not each.is_streamed]
+                try:
+                    shards.steps.start(tiles, work, at_once, "compute", commits)
+                finally:
+                    work.finish()
+            else:
+                self._run(tiles, work)
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one state of a parameter: fp32, flat, without padding. Blocks; raises OSError.
@@ -187,15 +239,20 @@ class StateTiles:
 
     # ---- passes and tiles --------------------------------------------------------------------------------------------------
 
+    def _in_order(self) -> list[Tile]:
+        """The tiles in the order of a step: of units that are not streamed, then in the order of the next forward."""
+        expected = {unit: place for place, unit in enumerate(self._shards.prefetcher.order.first_uses())}
+
+        def place(tile: Tile) -> float:
+            return expected.get(tile.live.unit.index, math.inf) if tile.live.is_streamed else -1
+
+        return sorted(self.tiles, key=place)
+
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
-        policy, pool = self._shards.policy, self._shards.tile_pool
+        policy = self._shards.policy
+        lane = "compute" if work.is_step else ""
         try:
-            if pool is not None:
-                start = self._shards.head_start
-                run_pipeline(tiles, work, pool, policy.pipeline_read, policy.pipeline_write, start)
-            else:
-                for tile in tiles:
-                    work.compute(tile, None)
+            self._shards.program.run(tiles, work, policy.pipeline_read, policy.pipeline_write, lane)
         finally:
             work.finish()
         for tile in tiles:
@@ -222,19 +279,51 @@ class StateTiles:
             )  # fmt: skip
 
     def _at_home(self, tiles: list[Tile]) -> list[Tile]:
-        """The same tiles, a share of them on another tier where the plan says so."""
-        homes = homes_of_tiles([tile.state_bytes for tile in tiles], self._shards.plan)
+        """The same tiles, a share of them on another tier where the plan says so and tiles that are there leave room."""
+        plan, on_host = self._shards.plan, self._bytes_on(Tier.HOST)
+        kept = self._bytes_on(Tier.DEVICE) if plan.steps_there else min(plan.kept_bytes, on_host)
+        resident = on_host if plan.steps_there else on_host - kept
+        left = dataclasses.replace(
+            plan,
+            kept_bytes=max(0, plan.kept_bytes - kept),
+            resident_bytes=max(0, plan.resident_bytes - resident),
+        )
+        homes = homes_of_tiles([tile.state_bytes for tile in tiles], left)
         return [dataclasses.replace(tile, home=home) for tile, home in zip(tiles, homes, strict=True)]
 
-    def _protect(self) -> None:
+    def _bytes_on(self, home: Tier) -> int:
+        return sum(tile.state_bytes for tile in self.tiles if tile.home is home)
+
+    def _set(self, tiles: Sequence[Tile]) -> None:
+        """Makes these the tiles, in the order of units and elements."""
+        self.tiles = sorted(tiles, key=lambda tile: (tile.live.unit.index, tile.start))
+        self._pieces.clear()
+        self._of_unit.clear()
+        for tile in self.tiles:
+            self._of_unit.setdefault(tile.live, []).append(tile)
+            for part in tile.ranges:
+                self._pieces.setdefault(part.shard, []).append((tile, part))
+
+    def _on_nvme(self, tile: Tile) -> Tile:
+        """Moves a tile's states from HOST to NVMe; returns the tile there."""
+        there = dataclasses.replace(tile, home=Tier.NVME, entry=f"{tile.entry}/moved")
+        self._store.reserve(there.entry, (tile.state_bytes,), torch.uint8, Tier.NVME)
+        if keeps_sums(self._shards.policy):
+            self._protect([there])
+        if tile.is_started:
+            self._store.write([(there.entry, 0, self._store.view(tile.entry))], f"tile {tile.entry}").wait()
+        self._store.drop(tile.entry)
+        return there
+
+    def _protect(self, tiles: Sequence[Tile]) -> None:
         """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles write parts of them."""
         rank = self._shards.topology.shard_rank
-        for tile in self.tiles:
+        for tile in tiles:
             if tile.state_bytes and tile.home is Tier.NVME:
                 self._store.sums.protect(tile.entry, StatePieces(tile_runs(tile, rank, self.names)).pieces)
-        for live, tiles in self._of_unit.items():
+        for live in dict.fromkeys(tile.live for tile in tiles):
             if live.entry is not None:
-                starts = [tile.start for tile in tiles]
+                starts = [tile.start for tile in self._of_unit[live]]
                 self._store.sums.protect(live.entry, StatePieces(weight_runs(live.unit, rank, starts)).pieces)
 
     # ---- reading and writing pieces ----------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ imports only files above it):
     reduce          adds up buckets of gradients over ranks
     plan            bytes on every tier, computed before allocation
     budget          chooses the plan that the budgets hold
-    pools           the buffers of a plan, carved from the arena
+    pools           the store of a plan, and its buffers, carved from the arena
     estimate        memory needs of a model that does not exist yet
     agreement       compares program, model and policy over ranks
     absent          what a parameter shows while its values are not in memory
+    step_run        the step under way, perhaps under the next forward; whether states are whole
     unit_memory     a unit's memory; buffers, streams and threads that units share
     unit_state      a unit's state machine and transfers
     values          reads and writes weights where they rest; state dicts
@@ -32,12 +33,16 @@ imports only files above it):
     gradients       takes gradients from autograd to that store
     backward_marks  hooks on tensors that tell how far backward is
     activations     moves inputs of checkpointed blocks to HOST or NVMe
+    chain           finds the blocks that a model runs one after the other
     hooks           connects forward and backward of modules to the rest
+    layerwise       a step's micro-batches, block by block
     init_params     parameters while a model is built
     settle          moves weights to where they rest
+    unfreeze        plans for parameters that are unfrozen after sharding
     shards          a sharded model
     access          whole parameters: GatheredParameters, generation
     tiled           layers cut into tiles
+    kv_cache        bytes of a generation's keys and values
     chunked_loss    a language model's loss, chunk by chunk
     init            zero.Init
     partition_parameters    names for programs that migrate
@@ -69,6 +74,7 @@ _HOMES = {
     "estimate_zero3_model_states_mem_needs": "tiermem.zero.estimate",
     "estimate_zero3_model_states_mem_needs_all_cold": "tiermem.zero.estimate",
     "estimate_zero3_model_states_mem_needs_all_live": "tiermem.zero.estimate",
+    "kv_cache_bytes": "tiermem.zero.kv_cache",
     "register_external_parameter": "tiermem.zero.access",
     "shard": "tiermem.engine.sharding",
     "unregister_external_parameter": "tiermem.zero.access",

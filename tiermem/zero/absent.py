@@ -168,6 +168,20 @@ class Owner(Protocol):
         """Ends a `take_out`."""
 
 
+class Finishes(Protocol):
+    """An optimizer step that may be under way. StepRun is one."""
+
+    def finish(self) -> None:
+        """Blocks until its last write has ended. Raises its error."""
+
+
+@runtime_checkable
+class OwnerWithSteps(Protocol):
+    """Keeps the parameters of a sharded model. Shards is one."""
+
+    steps: Finishes
+
+
 @runtime_checkable
 class OwnerInInit(Protocol):
     """Keeps the parameters of a model that is not sharded yet, and takes more of them. ParametersInInit is one."""
@@ -198,6 +212,21 @@ class RestingParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's part, as `describe` says. A step under way, which changes it, is finished first."""
+        owner = registry.owner_of(self)
+        if isinstance(owner, OwnerWithSteps):
+            owner.steps.finish()
+        if "ds_tensor" not in self.__dict__:
+            raise AttributeError("ds_tensor: this parameter is not partitioned")
+        part: torch.Tensor = self.__dict__["ds_tensor"]
+        return part
+
+    @ds_tensor.setter
+    def ds_tensor(self, part: torch.Tensor) -> None:
+        self.__dict__["ds_tensor"] = part
 
     def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
         """Partitions ordinary parameters, such as adapters that were added after zero.Init, beside this one.
@@ -261,6 +290,8 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if not needs_values(func) or (name in _LIKE and not is_first):
             return func(*args, **kwargs)
+        if name == "equal" and len({each.shape for each in args if isinstance(each, torch.Tensor)}) == 2:
+            return False
     params: list[nn.Parameter] = [p for p in _under([*args, *kwargs.values()]) if type(p) is RestingParameter]
     if not params:
         return _call_lent(func, (), *args, **kwargs)

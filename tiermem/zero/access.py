@@ -225,8 +225,8 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
     Without it every unit is fetched once per token. Inside the block the streamed units count as resident: hooks find them
     present and fetch nothing. Their memory is torch's own, beside the arena, and counts against the part of the budget that
-    the plan leaves free (on an accelerator: its free memory). Where that is too small on some rank, a warning states the
-    arithmetic and units are streamed as usual.
+    the plan leaves free (on an accelerator: its free memory less `kv_bytes`). Where that is too small on some rank, a warning
+    states the arithmetic and units are streamed as usual.
 
     Collective; blocks for the gathers. A model that is not sharded is yielded as it is. Raises RuntimeError inside the block
     when weights are stepped or replaced, OSError when a read fails. After the block, also after an error, units are streamed.
@@ -267,7 +267,9 @@ def _has_room(shards: Shards, streamed: Sequence[LiveUnit]) -> bool:
 def _room(shards: Shards) -> tuple[int | None, str]:
     """Bytes that may be taken beside the plan, and their description; None: there is no limit."""
     if is_accelerator(shards.device):
-        return free_and_total(shards.device)[0], f"bytes free on {shards.device}"
+        cache = shards.policy.kv_bytes or 0
+        left = f", {cache} of them left to the KV cache" if cache else ""
+        return free_and_total(shards.device)[0] - cache, f"bytes: what is free on {shards.device}{left}"
     budget, ranks = shards.policy.host_bytes, ranks_per_node()
     if budget is None:
         return None, ""

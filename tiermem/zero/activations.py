@@ -372,6 +372,28 @@ class _Input:
         return self._passing
 
 
+class Kept(Protocol):
+    """A tensor that is needed again."""
+
+    def take(self) -> torch.Tensor:
+        """The tensor. Blocks for its bytes; raises OSError."""
+
+
+class StaysHere:
+    """A tensor that stays where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def take(self) -> torch.Tensor:
+        """The tensor."""
+        return self._tensor
+
+
+def _moving(kept: Kept | None) -> _Input | None:
+    return kept if isinstance(kept, _Input) else None
+
+
 class Activations:
     """Moves the inputs of checkpointed blocks during the forwards of one model. Used by the thread that computes.
 
@@ -403,6 +425,25 @@ class Activations:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
+
+    def keep(self, tensor: torch.Tensor, following: Callable[[], Kept | None]) -> Kept:
+        """Sends a tensor home that no graph saves; `take` brings it back. One that is too small to move stays.
+
+        following: the tensor that is taken after this one, which starts to come when this one is taken.
+        """
+        if not self._may_move(tensor):
+            return StaysHere(tensor)
+        try:
+            home = self._room.take(tensor.nbytes)
+        except (BudgetError, OSError) as error:
+            self._warn(tensor, error)
+            return StaysHere(tensor)
+        last = self._last()
+        if last is not None:
+            last.let_go()
+        moved = _Input(self._room, home, tensor, lambda: _moving(following()))
+        self._last = weakref.ref(moved)
+        return moved
 
     def close(self) -> None:
         """Ends transfers. Blocks. What graphs still keep is lost."""

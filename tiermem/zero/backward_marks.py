@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -117,6 +118,17 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def check_thread(computing: int) -> None:
+    """Raises RuntimeError in a thread beside the one that computes with the model (its ident), while that one lives."""
+    if computing == threading.get_ident() or in_backward():
+        return
+    if any(each.ident == computing for each in threading.enumerate()):
+        raise RuntimeError(
+            "a resting parameter is read in another thread than the one that computes with the model, whose fetches use "
+            "the same buffers: read it in that thread, or take a copy there"
+        )
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in a value: in nested containers, ModelOutput, dataclasses and plain objects."""
     found: list[torch.Tensor] = []
@@ -139,3 +151,15 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
         inside = vars(value).values() if hasattr(value, "__dict__") else ()
     for each in list(inside):
         _collect(each, found, seen)
+
+
+class NoHooks:
+    """The hooks of a copied module."""
+
+    module = None
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Does nothing."""
+
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Does nothing."""

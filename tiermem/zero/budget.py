@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import free_and_total, is_accelerator
 from tiermem.swap.arena import PAGE_BYTES
+from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import exchange
-from tiermem.zero.plan import Plan, Planner, format_mib, spread
+from tiermem.zero.plan import CONTEXT, Choice, Plan, Planner, format_mib, spread
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Division, Unit, reads_weights_again
+
+logger = logging.getLogger("tiermem")
 
 
 def make_plan(
@@ -59,6 +63,77 @@ def make_plan(
     return plan
 
 
+def plan_unfrozen(
+    now: Plan,
+    indices: Collection[int],
+    policy: OffloadPolicy,
+    topology: Topology,
+    is_gpu: bool,
+    ranks_on_node: int,
+    keeps_grads: bool,
+) -> Plan:
+    """The plan of the same units with more of them trained (by index), within the same budgets.
+
+    Units and tiles that are there keep their sizes. When the budget is short, gradients go to NVME, then there are fewer tile
+    buffers, and states that the first plan kept on HOST beyond their tier rest on NVME.
+
+    keeps_grads: gradients stay on their tier. Raises ValueError with the arithmetic, and for a dtype without a master.
+    """
+    division = now.division.with_unfrozen(indices)
+    for index in indices:
+        unit = division.units[index]
+        policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
+    context = sum(row.num_bytes for row in now.rows if row.what == CONTEXT)
+    maker = _Maker(division, policy, topology, is_gpu, now.unit_homes, ranks_on_node, context)
+    maker.follow(now, keeps_grads)
+    plan = maker.make(())
+    if plan is None:
+        raise ValueError(maker.refusal())
+    return plan
+
+
+def take_disk(
+    plan: Plan, policy: OffloadPolicy, store: TensorStore, topology: Topology, may_leave_out: bool = True
+) -> Plan:
+    """Preallocates the disk space of a plan beyond what is in use; returns the plan for which every rank has room.
+
+    may_leave_out: steps under backward are left out, with a warning, where they find no room. False: their slot is in use, so
+    leaving them out would give no space back.
+
+    Collective; blocks. Warns as well where steps under backward find no tile that they can step. Raises OSError when the plan
+    finds no space.
+    """
+    if plan.attempt_disk_bytes and may_leave_out and not _has_room(plan, store, topology):
+        logger.warning(
+            'overlap "backward" takes %s more on disk, for which not every rank has room: steps run under the next forward',
+            format_mib(plan.attempt_disk_bytes),
+        )
+        plan = plan.without_attempts
+    elif policy.overlap == "backward" and not plan.attempt_disk_bytes:
+        logger.warning(
+            'overlap "backward" is for weights and states on NVMe that are stepped on the CPU, and there are none: steps run '
+            "under the next forward"
+        )
+    if plan.disk_bytes:
+        store.reserve_disk(_due(plan, store), plan.why_disk(policy))
+    return plan
+
+
+def _due(plan: Plan, store: TensorStore) -> int:
+    """Bytes of a plan that are not in use yet."""
+    return max(0, plan.disk_bytes - store.stats().nvme_bytes)
+
+
+def _has_room(plan: Plan, store: TensorStore, topology: Topology) -> bool:
+    """Whether every rank has disk space for a plan. Takes it where it is. Collective."""
+    has_room = True
+    try:
+        store.reserve_disk(_due(plan, store))
+    except OSError:
+        has_room = False
+    return all(each == str(True) for each in exchange(topology, str(has_room)))
+
+
 def check_card(plan: Plan, policy: OffloadPolicy, device: torch.device) -> None:
     """Raises ValueError, with the arithmetic, when an accelerator has no room for a plan or for the budget."""
     if is_accelerator(device):
@@ -100,23 +175,43 @@ class _Maker:
         self._homes = homes
         self._ranks_on_node = ranks_on_node
         self._budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
+        self._now: Plan | None = None  # the plan that the new one follows
+        self._keeps_grads = False
+
+    def follow(self, now: Plan, keeps_grads: bool) -> None:
+        """Makes plans that a model planned otherwise can go over to. keeps_grads: gradients stay on their tier."""
+        self._now, self._keeps_grads = now, keeps_grads
 
     def make(self, stays: Collection[int]) -> Plan | None:
         """The best plan with these units (by index) staying on the accelerator; None when none fits."""
-        policy, budget, planner = self._policy, self._budget, self._planner(stays)
-        for choice in planner.choices():
-            plan = planner.plan(choice, resident_bytes=policy.resident_bytes or 0)
+        policy, budget, planner, now = self._policy, self._budget, self._planner(stays), self._now
+        room = 0 if now is None else now.activation_bytes
+        for choice in self._choices(planner):
+            plan = planner.plan(choice, policy.resident_bytes or 0, room)
             if self._fits(plan):
                 left = 0 if budget is None else budget - plan.host_bytes - PAGE_BYTES
-                if left > 0 and planner.wants_rest:
+                if left > 0 and planner.wants_rest and now is None:
                     return planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
-                return planner.plan(choice, left) if left > 0 and policy.resident_bytes is None else plan
+                return planner.plan(choice, left, room) if left > 0 and policy.resident_bytes is None else plan
         return None
+
+    def _choices(self, planner: Planner) -> list[Choice]:
+        """The choices, best first."""
+        if (now := self._now) is None:
+            return planner.choices()
+        grads, units, tiles, numel = now.choice
+        return [
+            each
+            for each in planner.choices()
+            if (each.unit_buffers, each.tile_numel) == (units, numel)
+            and (each.grads is grads or (each.grads is Tier.NVME and not self._keeps_grads))
+            and each.tile_buffers <= tiles
+        ]
 
     def refusal(self) -> str:
         """Says which budget no plan fits, with the rows of the smallest plan."""
         policy, planner, count = self._policy, self._planner(()), self._ranks_on_node
-        plans = [planner.plan(choice, policy.resident_bytes or 0) for choice in planner.choices()]
+        plans = [planner.plan(choice, policy.resident_bytes or 0) for choice in self._choices(planner)]
         smallest = min(plans, key=lambda plan: plan.device_bytes)
         if policy.device_bytes is not None and smallest.device_bytes > policy.device_bytes:
             return (

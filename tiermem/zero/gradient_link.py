@@ -89,8 +89,10 @@ class GradientLink:
             each.result()
 
     def close(self) -> None:
-        """Ends the helper thread. Blocks until it has stored what was sent."""
+        """Ends the helper thread and gives the buffers back. Blocks until it has stored what was sent."""
         self._thread.shutdown()
+        while not self._free.empty():
+            self._pool.give_back(self._free.get())
 
     def _copy(self, parts: Sequence[GradientPart], slot: Slot) -> list[GradientPart]:
         """Starts the copies of parts into a buffer; returns the parts there, in the same order."""

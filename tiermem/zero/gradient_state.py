@@ -48,6 +48,7 @@ class Gradient:
         """The product of the factors, from clip_grad_norm_ and GradScaler, whose numbers the CPU has."""
         self._pending: list[Factor] = []  # the others, in their order
         self.block_sums: Sequence[float] | torch.Tensor = ()  # sums of squares of its blocks
+        self.version = 0  # counts changes of the content; factors change none
 
     @property
     def factor(self) -> float:
@@ -109,4 +110,5 @@ class Gradient:
 
     def _put(self, state: GradientState, factor: float = 1.0, block_sums: Sequence[float] | torch.Tensor = ()) -> None:
         self.state, self.known_factor, self.block_sums = state, factor, block_sums
+        self.version += 1
         self._pending.clear()

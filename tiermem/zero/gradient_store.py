@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -16,7 +15,9 @@ from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream,
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
+from tiermem.swap.ranges import round_up
 from tiermem.swap.store import TensorStore
+from tiermem.swap.tier import ALIGNMENT
 from tiermem.swap.torch_step import block_sums_in_torch
 from tiermem.zero.gradient_link import GradientLink, GradientPart
 from tiermem.zero.gradient_state import Factor
@@ -124,8 +125,7 @@ class ShardedGrad(torch.Tensor):
             return None
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
             grads, found_inf, inv_scale = args
-            if not all(map(math.isfinite, grads[0].homes.sums_of_squares([g.shard for g in grads]))):
-                found_inf.fill_(1.0)
+            grads[0].homes.tell_nonfinite([grad.shard for grad in grads], found_inf)
             _scale(grads, inv_scale, False)
             return None
         if name in ("aten::zero_", "aten::_foreach_zero_"):
@@ -238,8 +238,9 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
 #     join    waits for both
 #
 # Between `add` and `end` a unit's home is open: memory of its shard layout, which holds the stored gradient if more is to
-# be added to it. Gradients of an accelerator whose home is not DEVICE come through a link (gradient_link.py). Its helper
-# thread does this work then, and `join` waits for it.
+# be added to it. Micro-batches that go through a block one after the other (layerwise.py) are all added to an open home.
+# Gradients of an accelerator whose home is not DEVICE come through a link (gradient_link.py). Its helper thread does this
+# work then, and `join` waits for it.
 #
 #     HOST, DEVICE    the memory is on the tier itself
 #     NVME            the memory is a buffer: read first if need be, written in the background afterwards. A unit is read
@@ -295,7 +296,7 @@ class GradientStore:
         self._pool = pool
         self._stream = new_stream(store.device) if home is Tier.DEVICE and is_accelerator(store.device) else None
         self._link = GradientLink(store.device, links) if links is not None else None
-        self._open: OpenHome | None = None  # of the unit between `add` and `end`; the link's thread has it
+        self._open: dict[Unit, OpenHome] = {}  # of units between `add` and `end`; the link's thread has it
         self._leaving: list[tuple[Unit, Slot, Move]] = []
         self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
 
@@ -307,6 +308,11 @@ class GradientStore:
     def entry(unit: Unit) -> str:
         """The name of a unit's gradients in the store."""
         return f"grad/{unit.index}/{unit.name}"
+
+    def reserve_slab(self, sizes: Iterable[int]) -> None:
+        """Takes one slab for homes of these bytes, if they are on DEVICE. Raises torch's OutOfMemoryError."""
+        if self.home is Tier.DEVICE:
+            self._store.on_device.reserve("grad/", sum(round_up(size, ALIGNMENT) for size in sizes))
 
     def reserve(self, unit: Unit, dtype: torch.dtype, crosses_link: bool) -> None:
         """Reserves room for a unit's gradients on their tier. crosses_link: whether steps on an accelerator read them."""
@@ -329,29 +335,28 @@ class GradientStore:
         else:
             self._link.send(parts, lambda hosted: self._add(unit, dtype, hosted, is_known))
 
-    def end(self) -> None:
-        """Sends the gradients of the unit that was added last to their tier. Raises OSError, also of an earlier call.
+    def end(self, unit: Unit) -> None:
+        """Sends the gradients that were added to a unit to their tier. Raises OSError, also of an earlier call.
 
         With step_in_backward it steps the unit, on this thread: it blocks until the gradients have come.
         """
         if self._link is not None and self.home is not None:
-            self._link.call(self._end)
+            self._link.call(lambda: self._end(unit))
         else:
             self._join_link()
-            self._end()
+            self._end(unit)
 
     def _add(self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool) -> None:
-        if self._open is None:
-            self._open = self.open(unit, dtype, any(shard.gradient.takes_more for shard in unit.shards))
+        if unit not in self._open:
+            self._open[unit] = self.open(unit, dtype, any(shard.gradient.takes_more for shard in unit.shards))
         for part in parts:
-            self.put(self._open, *part)
+            self.put(self._open[unit], *part)
             if is_known and part.start + part.data.numel() >= part.shard.shard_numel:
                 part.shard.gradient.confirm()
 
-    def _end(self) -> None:
-        opened, self._open = self._open, None
-        if opened is not None:
-            self.close(opened)
+    def _end(self, unit: Unit) -> None:
+        if unit in self._open:
+            self.close(self._open.pop(unit))
 
     def open(self, unit: Unit, dtype: torch.dtype, adds: bool) -> OpenHome:
         """Memory for a unit's gradients; with `adds` it holds the stored gradient. Blocks for a buffer; raises OSError."""
@@ -448,6 +453,10 @@ class GradientStore:
             raise
         self._leaving.append((unit, slot, move))
 
+    def is_home(self, unit: Unit) -> bool:
+        """Whether no write of a unit's gradients is under way. Does not block."""
+        return all(each is not unit or move.is_done() for each, _, move in self._leaving)
+
     def drop(self) -> None:
         """Discards the parts of the unit between `add` and `end`, and earlier errors. Blocks until the link is empty."""
         if self._link is not None:
@@ -456,9 +465,8 @@ class GradientStore:
         self._drop_open()
 
     def _drop_open(self) -> None:
-        opened, self._open = self._open, None
-        if opened is not None:
-            self._give_back(opened.slot)
+        while self._open:
+            self._give_back(self._open.popitem()[1].slot)
 
     def settle(self) -> None:
         """Blocks until every gradient is on its tier. Raises OSError."""
@@ -467,9 +475,20 @@ class GradientStore:
             self._reap()
 
     def stop(self) -> None:
-        """Ends the link's thread. No backward may be under way."""
+        """Ends the link's thread and gives its buffers back. No backward may be under way."""
         if self._link is not None:
             self._link.close()
+            self._link = None
+
+    def use(self, home: Tier | None, pool: Pool | None, links: Pool | None) -> None:
+        """Goes on with other buffers, after `stop`. On another tier nothing may be stored."""
+        self.home, self._pool = home, pool
+        self._link = GradientLink(self._store.device, links) if links is not None else None
+
+    def drop_room(self, unit: Unit) -> None:
+        """Gives the room of a unit's gradients back."""
+        if self.home is not None:
+            self._store.drop(self.entry(unit))
 
     def join(self) -> None:
         """Blocks until the link is empty; lets the current stream wait for work on gradients that rest on DEVICE.
@@ -500,6 +519,8 @@ class GradientStore:
         assert self._pool is not None
         slot = self._pool.take()
         if slot is None:
+            if not self._leaving:  # open homes have all buffers: the oldest is read again when more is added to it
+                self._end(next(iter(self._open)))
             self._reap()
             slot = self._pool.take()
         assert slot is not None

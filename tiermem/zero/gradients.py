@@ -25,6 +25,7 @@ dropped (`abandon`): it is not known which of them were already reduced.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import math
@@ -45,11 +46,13 @@ from tiermem.zero import registry
 from tiermem.zero.agreement import agree
 from tiermem.zero.collectives import call, share, start, total
 from tiermem.zero.gradient_link import GradientPart
+from tiermem.zero.gradient_norms import BlockSums, with_factors
 from tiermem.zero.gradient_state import Factor
 from tiermem.zero.gradient_store import GradientStore, ShardedGrad
 from tiermem.zero.plan import Plan
 from tiermem.zero.pools import Pools
 from tiermem.zero.reduce import Bucket, Reducer, cut, predivided
+from tiermem.zero.step_run import StepRun
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 
@@ -65,6 +68,7 @@ class GradientHomes:
         pools: its `gradients` are buffers for NVME and None, its `links` those of the link from an accelerator, its `sums`
             those of reductions between CPUs.
         policy: in which dtype gradients rest, and how they are reduced.
+        steps: the step that may be under way; it is finished before a gradient at home is read or changed.
     """
 
     def __init__(
@@ -76,10 +80,12 @@ class GradientHomes:
         workers: Workers,
         pools: Pools,
         policy: OffloadPolicy,
+        steps: StepRun,
     ) -> None:
         self._units = units
         self._topology = topology
         self._policy = policy
+        self._steps = steps
         self.store = GradientStore(plan.grads, store, topology.shard_rank, workers, pools.gradients, pools.links)
         self._reducer = Reducer(topology, policy, pools.sums, store.device) if topology.group is not None else None
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
@@ -90,11 +96,49 @@ class GradientHomes:
         self._waiting: dict[Unit, bool] = {}  # units that this backward has not begun to reduce; True: answered
         self.num_micro_batches = 1  # a step's gradient is the mean of this many; 1: their losses were divided already
         self._factor: tuple[torch.Tensor, int, Factor] | None = None  # the last one of `factor`: its value and version
+        self._sums = BlockSums()
+        self._ends: collections.deque[bool] = (
+            collections.deque()
+        )  # of buckets being reduced: whether its unit's home closes
         self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
         self._stepped: dict[Unit, list[Shard]] = {}  # units stepped in backward; their shards with a gradient
         self._added: dict[
             nn.Parameter, None
         ] = {}  # ordinary parameters that were added to the model: a set with an order
+        self._on_arrival: Callable[[Unit], None] = lambda unit: None
+        self._reserve(units, plan)
+
+    def call_on_arrival(self, function: Callable[[Unit], None]) -> None:
+        """Sets the function to call when a unit's gradients of a backward are on their tier, or on their way there."""
+        self._on_arrival = function
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient is stored."""
+        return not any(shard.gradient.is_there for shard in self._shards)
+
+    def make_room(self, plan: Plan) -> None:
+        """Before another plan is carved: ends transfers and gives up what it has no room for. Blocks; raises OSError."""
+        self.store.settle()
+        self.store.stop()
+        if plan.grads is not self.store.home:
+            for unit in self._units:
+                self.store.drop_room(unit)
+
+    def take_up(self, units: Sequence[Unit], plan: Plan, pools: Pools) -> None:
+        """After `make_room`: goes on with another plan and its buffers, and with these units, the trainable ones."""
+        due = set(units) - (set(self._units) if plan.grads is self.store.home else set())
+        self._units = units
+        self._of_shard = {shard: unit for unit in units for shard in unit.shards}
+        self._shards = list(self._of_shard)
+        self.store.use(plan.grads, pools.gradients, pools.links)
+        if self._reducer is not None:
+            self._reducer.use(pools.sums)
+        self._reserve([unit for unit in units if unit in due], plan)
+
+    def _reserve(self, units: Sequence[Unit], plan: Plan) -> None:
+        """Takes room for the gradients of units at their home; on DEVICE all in one slab."""
+        self.store.reserve_slab(unit.shard_numel * self.dtype(unit).itemsize for unit in units)
         for unit in units:
             self.store.reserve(unit, self.dtype(unit), plan.steps_there)
 
@@ -132,7 +176,7 @@ class GradientHomes:
 
     def begin(self) -> None:
         """Begins a backward: clears `p.grad` for autograd's gradients."""
-        self._factor = None
+        self._factor = self._coming = None
         self._waiting = dict.fromkeys(self._units if self._policy.stage == 3 else reversed(self._units), False)
         self._given.clear()
         self.forget_replaced()
@@ -153,6 +197,18 @@ class GradientHomes:
             self._waiting[unit] = True
             while self._waiting and self._waiting[first := next(iter(self._waiting))]:
                 self._reduce(first)
+
+    def add(self, unit: Unit, is_last: bool) -> None:
+        """Takes the gradients of one of several micro-batches, whose sum goes home with the last one. Collective.
+
+        Blocks and raises as `receive`. A unit without gradients takes part, too.
+        """
+        if self._reducer is None:
+            self._take(unit, ends=False)
+            if is_last:
+                self._end(unit)
+        else:
+            self._reduce(unit, is_last)
 
     def finish(self) -> None:
         """Ends a backward, or prepares a step: afterwards every gradient is at home. Collective; blocks.
@@ -191,6 +247,7 @@ class GradientHomes:
         logger.warning("a backward ended in an exception: the gradients of its step are forgotten")
         while self._reducer is not None and not self._reducer.is_idle:
             self._reducer.release(self._reducer.finish()[0])
+        self._ends.clear()
         self.store.drop()
         self.begin()
         self.begin_step()
@@ -240,11 +297,12 @@ class GradientHomes:
             return
         in_order = sorted(self._shards, key=lambda s: s.index)
         stepped = {shard for shards in self._stepped.values() for shard in shards}
-        unused = [s.name for s in in_order if not s.gradient.is_there and s not in stepped]
+        trained = [s for s in in_order if s.param.requires_grad]
+        unused = [s.name for s in trained if not s.gradient.is_there and s not in stepped]
         if unused:
             raise RuntimeError(
-                f"{len(unused)} of {len(self._shards)} parameters took no part in the loss on any rank since the last step: "
-                f"{', '.join(unused[:20])}{', ...' if len(unused) > 20 else ''}. Use them, freeze them before sharding, or "
+                f"{len(unused)} of {len(trained)} parameters took no part in the loss on any rank since the last step: "
+                f"{', '.join(unused[:20])}{', ...' if len(unused) > 20 else ''}. Use them, freeze them, or "
                 "let training go on without them: ignore_unused=True (in a config: ignore_unused_parameters)"
             )
 
@@ -255,31 +313,44 @@ class GradientHomes:
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """The sum of squares of each parameter's gradient over all ranks, in float64, with the user's scaling. Collective."""
         self.store.join()
-        bring_sums(self._shards)
+        factors = [shard.gradient.factor for shard in shards]  # computed after the sums: one wait for both
+        self._sums.bring(self._shards)
         sums = {shard: cast(Sequence[float], shard.gradient.block_sums) for shard in shards}
-        local = [math.fsum(sums[s]) * s.gradient.factor**2 if s.gradient.is_there else 0.0 for s in shards]
+        there = [shard.gradient.is_there for shard in shards]
+        squares = zip(shards, factors, there, strict=True)
+        local = [math.fsum(sums[shard]) * by**2 if is_there else 0.0 for shard, by, is_there in squares]
         values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()
         return values
 
     def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
         """The 2-norm of each parameter's gradient, after the mean over ranks, fp32, on a device. Collective.
 
-        Factors that an accelerator computes multiply there: no thread waits for them.
+        Factors that an accelerator computes multiply there, and sums of squares that rest there are added up there: no thread
+        waits for them.
         """
         self.store.join()
-        bring_sums(self._shards)
+        known = [abs(s.gradient.known_factor) for s in shards]
+        squares = self._sums.squares_there(shards, self._shards) if self.has_whole else None
+        if squares is not None:
+            found = squares.sqrt() * to_device(torch.tensor(known, dtype=torch.float64), device) / self.divisor
+            return with_factors(found, shards).float()
+        self._sums.bring(self._shards)
         sums = [math.fsum(cast(Sequence[float], s.gradient.block_sums)) if s.gradient.is_there else 0.0 for s in shards]
         total_sums = total(self._topology, self._on_wire(sums, torch.float64)).tolist()
-        known = [s.gradient.known_factor for s in shards]
-        norms = [math.sqrt(of) * abs(by) / self.divisor for of, by in zip(total_sums, known, strict=True)]
-        found = to_device(torch.tensor(norms, dtype=torch.float64), device)
-        by_factors: dict[tuple[int, ...], list[int]] = {}
-        for number, shard in enumerate(shards):
-            by_factors.setdefault(tuple(map(id, shard.gradient.factors_there)), []).append(number)
-        for numbers in by_factors.values():
-            for factor in shards[numbers[0]].gradient.factors_there:
-                found = _scaled(found, numbers, factor.abs())
-        return found.float()
+        norms = [math.sqrt(of) * by / self.divisor for of, by in zip(total_sums, known, strict=True)]
+        return with_factors(to_device(torch.tensor(norms, dtype=torch.float64), device), shards).float()
+
+    def tell_nonfinite(self, shards: Sequence[Shard], found_inf: torch.Tensor) -> None:
+        """Sets a tensor of one element to 1 where an element of these gradients is not finite. Collective.
+
+        Blocks, but not for sums of squares that rest on an accelerator, where this is found out.
+        """
+        self.store.join()
+        squares = self._sums.squares_there(shards, self._shards) if self.has_whole else None
+        if squares is not None:
+            found_inf.masked_fill_(~with_factors(squares, shards).isfinite().all(), 1.0)
+        elif not all(map(math.isfinite, self.sums_of_squares(shards))):
+            found_inf.fill_(1.0)
 
     def factor(self, value: torch.Tensor | float) -> Factor:
         """A number that is to scale gradients, also one on an accelerator. Does not block.
@@ -317,6 +388,7 @@ class GradientHomes:
         self._visit(shard, lambda share: share.clamp_(*bounds), changes=True)
 
     def _visit(self, shard: Shard, visitor: Callable[[torch.Tensor], object], changes: bool) -> None:
+        self._steps.finish()
         unit = self._of_shard[shard]
         self.store.visit(unit, self.dtype(unit), shard, visitor, changes)
 
@@ -327,8 +399,8 @@ class GradientHomes:
 
     # ---- between ranks -------------------------------------------------------------------------------------------------------
 
-    def _reduce(self, unit: Unit) -> None:
-        """Starts the reductions of a unit's gradients, bucket by bucket. Collective."""
+    def _reduce(self, unit: Unit, ends: bool = True) -> None:
+        """Starts the reductions of a unit's gradients, bucket by bucket. ends: its home closes after them. Collective."""
         assert self._reducer is not None
         if unit in self._stepped:
             raise _stepped_already(unit)
@@ -343,6 +415,7 @@ class GradientHomes:
                 self._arrive()
             name = unit.name if len(buckets) == 1 else f"{unit.name} {number + 1}/{len(buckets)}"
             grads = [part.shard.param.grad if _fresh(part.shard) else None for part in bucket.ranges]
+            self._ends.append(ends and bucket is buckets[-1])
             self._reducer.start(name, bucket, grads, unit.shards[0].param.device)
             del grads
             if self._reducer.is_eager:
@@ -354,7 +427,7 @@ class GradientHomes:
             shard.param.grad = None
 
     def _arrive(self) -> None:
-        """Waits for the oldest reduction and stores its result; after a unit's last bucket, closes the unit's home."""
+        """Waits for the oldest reduction and stores its result; after the last one of a unit, closes the unit's home."""
         assert self._reducer is not None
         done, column = self._reducer.finish()
         unit = done.bucket.unit
@@ -366,7 +439,7 @@ class GradientHomes:
         finally:
             self._reducer.release(done)
         self.store.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
-        if done.bucket is self._cut[unit.index][-1]:
+        if self._ends.popleft():
             self._end(unit)
 
     def _drain(self) -> None:
@@ -409,8 +482,8 @@ class GradientHomes:
 
     # ---- home ----------------------------------------------------------------------------------------------------------------
 
-    def _take(self, unit: Unit) -> None:
-        """With one rank: stores the gradients that autograd left."""
+    def _take(self, unit: Unit, ends: bool = True) -> None:
+        """With one rank: stores the gradients that autograd left. ends: the unit's home closes."""
         fresh = [shard for shard in unit.shards if _fresh(shard)]
         if not fresh:
             return
@@ -423,7 +496,8 @@ class GradientHomes:
         except BaseException:
             self.store.drop()
             raise
-        self._end(unit)
+        if ends:
+            self._end(unit)
         self.store.recorder.add("reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes)
         for shard in fresh:
             shard.param.grad = None
@@ -435,28 +509,8 @@ class GradientHomes:
             if self._reducer is not None:
                 self._tell_given(unit)
             self._stepped[unit] = [shard for shard in unit.shards if shard.gradient.is_there]
-        self.store.end()
-
-
-def bring_sums(shards: Sequence[Shard]) -> None:
-    """Copies sums of squares on an accelerator to the CPU, all at once, and keeps them there. Blocks for that."""
-    sums = [(shard, shard.gradient.block_sums) for shard in shards]
-    away = [(shard, own) for shard, own in sums if isinstance(own, torch.Tensor)]
-    if away:
-        whole = ToHost(torch.cat([own for _, own in away])).wait().tolist()
-        for shard, own in away:
-            shard.gradient.bring_sums(whole[: own.numel()])
-            del whole[: own.numel()]
-
-
-def _scaled(norms: torch.Tensor, numbers: Sequence[int], factor: torch.Tensor) -> torch.Tensor:
-    """Norms, of which those with these numbers are multiplied by a factor on their device."""
-    if len(numbers) == norms.numel():
-        return norms * factor
-    parts = list(norms.unbind())
-    for number in numbers:
-        parts[number] = parts[number] * factor
-    return torch.stack(parts)
+        self.store.end(unit)
+        self._on_arrival(unit)
 
 
 def _fresh(shard: Shard) -> bool:

@@ -21,55 +21,38 @@ Any module of the tree may be called by itself, any number of times:
     a module around such modules            needs nothing; its call shows where a pass begins, and its output shows backward
     a parameter that is always present      needs no module: a hook on the parameter shows that a backward has begun
 
-When backward has asked for a unit and expects no further read of parameters, the function given to `call_on_last_read` is
-called: the disk would be idle from then on, so reads for the step may begin. Earlier reads would delay fetches that backward
-waits for. They would also gain nothing, since they fill a fixed number of buffers. The function may be called several times in
-one backward and for every micro-batch; at the end of backward it is always called.
+The function given to `call_on_backward` is called when a backward begins, after the last step has ended: reads for the next
+step may begin then. They are behind all other transfers, so that they take the disk only when it is idle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from tiermem.swap.store import TensorStore
+from tiermem.zero import backward_marks as marks
 from tiermem.zero.absent import RestingParameter, RestingView, without_loans
 from tiermem.zero.activations import Activations
-from tiermem.zero.backward_marks import (
-    WeakCall,
-    handed_back,
-    handed_over,
-    in_backward,
-    made_by,
-    mark,
-    outside_graphs,
-    tensors_in,
-)
 from tiermem.zero.gradients import GradientHomes
-from tiermem.zero.prefetcher import Prefetcher, Use, Uses
+from tiermem.zero.prefetcher import Frame, Prefetcher, Use, Uses
+from tiermem.zero.registry import Uncopied
+from tiermem.zero.step_run import StepRun
 from tiermem.zero.unit import reads_weights_again
 from tiermem.zero.unit_state import LiveUnit, needed_by_module
 
 
-class Frame:
-    """A forward under way: its use, and units of other modules' parameters that it holds until it ends."""
-
-    def __init__(self, needed: Sequence[LiveUnit]) -> None:
-        self.needed = needed
-        self.use: Use | None = None  # None: the forward runs without gradients
-        self.borrowed: list[LiveUnit] = []
-
-
-class Hooks:
+class Hooks(Uncopied):
     """Installs hooks on a model. They call the prefetcher's `acquire` and `release`, and `receive` of the gradient homes.
 
     Args:
@@ -78,6 +61,7 @@ class Hooks:
         units: all units.
         prefetcher: makes units present.
         homes: receives gradients.
+        steps: the step that may be under way when a backward begins.
         store: its recorder gets an event for every forward and backward of a unit.
         activations: moves what checkpoints save; None: it stays.
     """
@@ -89,10 +73,12 @@ class Hooks:
         units: list[LiveUnit],
         prefetcher: Prefetcher[LiveUnit],
         homes: GradientHomes,
+        steps: StepRun,
         store: TensorStore,
         activations: Activations | None = None,
     ) -> None:
         self._root = root
+        self._steps = steps
         self.activations = activations
         self._units = units
         self.prefetcher = prefetcher
@@ -111,7 +97,8 @@ class Hooks:
         self.num_backwards = 0  # backwards that have begun
         self._clock = itertools.count(1)  # of begins and ends of forwards
         self._may_receive: Callable[[], bool] = lambda: True  # False: autograd continues to add to p.grad
-        self._on_last_read: Callable[[], None] = lambda: None
+        self._on_backward: Callable[[], None] = lambda: None
+        self._on_training: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
         self._by_param = {id(shard.param): live for live in units for shard in live.unit.shards}
         self._seen_params: set[int] = set()  # ids of parameters whose gradients show that a backward has begun
@@ -124,21 +111,7 @@ class Hooks:
             inside = (self._by_module.get(each) for each in module.modules() if each is not module)
             hooks.covers([each for each in inside if each is not None and each.is_inner])
         for live in units:
-            if not live.is_streamed:
-                for shard in live.unit.shards:
-                    self.see_gradient_of(live, shard.param)
-            if live.memory.has_streams and live.unit.is_trainable:
-                note = WeakCall(live, _note_gradient)
-                self._handles += [s.param.register_post_accumulate_grad_hook(note) for s in live.unit.shards]
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError(
-            "a sharded model cannot be copied or pickled: its weights rest elsewhere. Use model.state_dict(), which gathers "
-            "them, or close the shards with materialize=True first"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.__deepcopy__(None)
+            self.take_up(live)
 
     def remove(self) -> None:
         """Removes every hook from the model, and ends transfers of activations. Blocks for them."""
@@ -166,12 +139,21 @@ class Hooks:
         """Removes a registration that a module's forward needs a unit."""
         self._by_module[module].needed.remove(live)
 
+    def take_up(self, live: LiveUnit) -> None:
+        """Watches the gradients of a trainable unit."""
+        for param in (shard.param for shard in live.unit.shards):
+            if not live.is_streamed:
+                self.see_gradient_of(live, param)
+            if live.memory.has_streams and live.unit.is_trainable and param.requires_grad:  # noted twice is noted once
+                note = marks.WeakCall(live, lambda live, param: live.memory.note_gradient())
+                self._handles.append(param.register_post_accumulate_grad_hook(note))
+
     def see_gradient_of(self, live: LiveUnit, param: nn.Parameter) -> None:
         """Watches a parameter's gradient, which may be the only sign that a backward has begun."""
         if live.unit.is_trainable and param.requires_grad and id(param) not in self._seen_params:
             self._seen_params.add(id(param))
             # Weak, because torch keeps hooks of parameters where the garbage collector does not look.
-            see = WeakCall(self, Hooks.watch_backward)
+            see = marks.WeakCall(self, Hooks.watch_backward)
             self._handles.append(param.register_hook(unserializable_hook(see)))
 
     # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -184,16 +166,16 @@ class Hooks:
             if self._is_training_pass:
                 self._uses.promise(frame.needed, 1)
             return frame
-        if in_backward():
+        if marks.in_backward():
             self._uses.promise(frame.needed, -1)
         use = frame.use = Use(frame.needed, reads_again)
         if not frame.needed:
             return frame
         use.entered = next(self._clock)
         self._uses.add(use)
-        given = handed_over(args, kwargs)
-        mark([tensor for tensor in given if tensor.grad_fn is not None], use, self._computed)
-        mark([tensor for tensor in given if tensor.grad_fn is None], use, self._computed_to_a_leaf)
+        given = marks.handed_over(args, kwargs)
+        marks.mark([tensor for tensor in given if tensor.grad_fn is not None], use, self._computed)
+        marks.mark([tensor for tensor in given if tensor.grad_fn is None], use, self._computed_to_a_leaf)
         return frame
 
     def leave(self, frame: Frame, made: list[torch.Tensor]) -> None:
@@ -204,15 +186,16 @@ class Hooks:
         while self._frames and self._frames.pop() is not frame:
             pass  # an exception left the frames above
         for live in (*frame.needed, *frame.borrowed):
-            self.prefetcher.release(live, may_evict=not in_backward())
+            self.prefetcher.release(live, may_evict=not marks.in_backward())
         if frame.use is not None and frame.use.units:
             frame.use.left = next(self._clock)
             self._record("forward", frame.use)
-            mark(made, frame.use, self._hold)
+            marks.mark(made, frame.use, self._hold)
 
     def is_outermost(self, module: nn.Module) -> bool:
         """Whether a call of a module that begins now is the outermost one, outside backward."""
-        return not (in_backward() or (self._frames and module is not self._root))
+        is_joined = self._ending is not None and self._ending() is not None
+        return not (marks.in_backward() or is_joined or (self._frames and module is not self._root))
 
     def begin_outermost(self, module: nn.Module) -> bool:
         """Begins the outermost call. Returns whether it begins a pass; then the prefetcher has to start fetching.
@@ -227,12 +210,15 @@ class Hooks:
             if live.num_users:
                 live.let_all_go()
         self._is_training_pass = torch.is_grad_enabled()
+        if self._is_training_pass:
+            self._on_training()
         kind = (self._is_training_pass and module.training, module.training)
         order = self.prefetcher.order
         if module not in (self._root, self._leader) and kind == self._pass_kind and not order.is_long:
             return False
         self._leader, self._pass_kind = module, kind
         self._store.check_process()
+        self._store.on_device.check_there("param/")
         if self._is_training_pass:
             self._homes.adopt(self._root)
         order.begin(kind, has_backward=kind[0])
@@ -243,13 +229,47 @@ class Hooks:
         if self.activations is not None:
             self.activations.end()
         self._is_training_pass = False
-        for tensor in tensors_in(output):
+        for tensor in marks.tensors_in(output):
             if type(tensor) is RestingParameter and id(tensor) in self._by_param:
-                self._keep(self._by_param[id(tensor)])
+                self.prefetcher.acquire(live := self._by_param[id(tensor)])
+                self._returned.append(live)
         if frame.use is not None and not frame.use.units:
-            mark(made, self, Hooks.watch_backward)
+            marks.mark(made, self, Hooks.watch_backward)
         if module is self._root and not torch.is_grad_enabled():
             self.prefetcher.end_pass()  # of an evaluation: weights do not change before the next pass
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Joins all forwards and backwards in the block to one pass and one backward; the caller receives the gradients.
+
+        Call `begin_backward` before the first backward, and `answer_held` after each one. The last step may go on until then.
+        When the block ends, the homes have every gradient; when it raises, the gradients are forgotten. Collective; blocks.
+        """
+        self.begin_outermost(self._root)
+        self.prefetcher.acquire()
+        self._is_training_pass = False
+        ending, before = self._expect_end(), self.receive_if(lambda: False)
+        try:
+            yield
+        except BaseException:
+            self._abandon_backward()
+            raise
+        finally:
+            self.receive_if(before)
+        ending()
+
+    def answer_held(self) -> None:
+        """Inside `joined`, after a backward: answers the uses that it began, whose operations have all been computed."""
+        while self._held:
+            self.answer(self._held[-1])
+
+    def is_open(self, live: LiveUnit) -> bool:
+        """Whether a unit has a use that no backward has answered."""
+        return not self._uses.is_final(live)
+
+    def needs(self) -> dict[nn.Module, Sequence[LiveUnit]]:
+        """The units that each module's forward needs."""
+        return {module: hooks.needed for module, hooks in self._by_module.items()}
 
     def _drop_frames(self) -> None:
         """Drops frames of a forward that an interrupt has ended, for which no hook was called."""
@@ -263,7 +283,7 @@ class Hooks:
     @property
     def may_lend(self) -> bool:
         """Whether a forward or a backward is under way, so that every rank makes the same call."""
-        return bool(self._frames) or in_backward()
+        return bool(self._frames) or marks.in_backward()
 
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a torch function with resting parameters gathered (access.py). Collective; blocks."""
@@ -276,11 +296,13 @@ class Hooks:
             make = functools.partial(func, *args, **kwargs)
             output = without_loans(make(), params, make, may_borrow=torch.is_grad_enabled())
         finally:
-            made = [tensor for tensor in tensors_in(output) if not isinstance(tensor, (nn.Parameter, RestingView))]
+            made = [
+                tensor for tensor in marks.tensors_in(output) if not isinstance(tensor, (nn.Parameter, RestingView))
+            ]
             for live in needed:
                 if any(live.memory.sees(tensor) for tensor in made):
                     self._lend_to(self._frames[-2] if len(self._frames) > 1 else None, live)
-            self.leave(frame, made_by(made))
+            self.leave(frame, marks.made_by(made))
             if output is None:  # it raised, perhaps because it wrote the values
                 for live in needed:
                     self.prefetcher.outdate(live)
@@ -301,11 +323,6 @@ class Hooks:
         if frame.use is not None:
             self._uses.extend(frame.use, live)
 
-    def _keep(self, live: LiveUnit) -> None:
-        """Holds the unit of a parameter that the root has returned, until backward has ended or the next pass begins."""
-        self.prefetcher.acquire(live)
-        self._returned.append(live)
-
     # ---- backward ----------------------------------------------------------------------------------------------------------
 
     def answer(self, use: Use) -> None:
@@ -324,9 +341,13 @@ class Hooks:
         before, self._may_receive = self._may_receive, may_receive
         return before
 
-    def call_on_last_read(self, function: Callable[[], None]) -> None:
-        """Sets the function to call when a backward expects no more reads: see the module's docstring."""
-        self._on_last_read = function
+    def call_on_backward(self, function: Callable[[], None]) -> None:
+        """Sets the function to call when a backward begins: see the module's docstring."""
+        self._on_backward = function
+
+    def call_on_training(self, function: Callable[[], None]) -> None:
+        """Sets the function to call before an outermost forward with gradients. It may raise; then nothing has begun."""
+        self._on_training = function
 
     def check_backward_ended(self) -> None:
         """Raises RuntimeError before a step if the last backward ended in an exception; drops its gradients."""
@@ -342,8 +363,7 @@ class Hooks:
         """Receives the remaining gradients and releases every held unit. Called automatically at the end of backward."""
         self._ending = None
         self._uses.forget_promises()
-        while self._held:
-            self.answer(self._held[-1])
+        self.answer_held()
         while self._returned:
             self.prefetcher.release(self._returned.pop())
         with torch._C.DisableTorchFunctionSubclass():
@@ -352,7 +372,6 @@ class Hooks:
             for live in self._units:
                 if live.unit.is_trainable:
                     self._homes.show(live.unit)
-        self._on_last_read()
 
     def _hold(self, use: Use, grad: torch.Tensor | None = None) -> None:
         """The gradient of a tensor that a forward returned has come: holds the use's units for its backward."""
@@ -363,21 +382,19 @@ class Hooks:
             self.answer(later)  # operations recorded after this forward have been computed
         use.is_held = True
         if grad is not None and grad.requires_grad:  # a second backward through this one needs the units until here
-            mark([grad], use, self._let_go)
+            marks.mark([grad], use, self._let_go)
         self._uses.add(use)
         self._held.append(use)
         for live in use.needed_again:
             self.prefetcher.acquire(live)
         use.start_ns = time.monotonic_ns()
-        if not self.prefetcher.expects_reads():
-            self._on_last_read()
 
     def _computed(self, use: Use, grad: torch.Tensor) -> None:
         """The gradient of an input of a forward has come: answers the use."""
         if use.answered_in != self.num_backwards:
             self.answer(use)
         if grad.requires_grad:  # a second backward through this one begins here
-            mark([grad], use, self._hold)
+            marks.mark([grad], use, self._hold)
 
     def _computed_to_a_leaf(self, use: Use, grad: torch.Tensor) -> None:
         """The gradient of a leaf input has come; the order relative to gradients of parameters used beside it is not known.
@@ -399,27 +416,41 @@ class Hooks:
                 self.prefetcher.release(live)
 
     def _record(self, phase: str, use: Use) -> None:
-        end_ns = time.monotonic_ns()
         for live in use.units:
-            self._store.recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, end_ns)
+            self._store.recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, time.monotonic_ns())
 
     def watch_backward(self, grad: torch.Tensor | None = None) -> None:
         """At the first sign of a backward: clears `p.grad` and registers a callback for the end of the backward.
 
-        Raises RuntimeError in a forked child.
+        Finishes the last step, which reads gradients; raises its error. Raises RuntimeError in a forked child.
         """
         self._store.check_process()
         if self._ending is not None:
             if self._ending() is not None:
                 return
             self._abandon_backward()  # the earlier backward ended in an exception
-        ending = functools.partial(self.finish_backward)  # torch drops it when the backward ends in an exception
-        self._ending = weakref.ref(ending)
+        self._steps.finish()
+        ending = self._expect_end()
         self._watched = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        self.begin_backward()
+
+    def _expect_end(self) -> Callable[[], None]:
+        """Returns the function that ends a backward. When nothing holds it any more, an exception has ended the backward."""
+        ending = functools.partial(self.finish_backward)
+        self._ending = weakref.ref(ending)
+        return ending
+
+    def begin_backward(self) -> None:
+        """Begins a backward, or all those of a `joined` block: finishes the last step, which reads gradients; clears `p.grad`.
+
+        Blocks; raises the error of the step.
+        """
+        self._steps.finish()
         self.num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        self._on_backward()
 
     def _abandon_backward(self) -> None:
         """After a backward that ended in an exception: releases its units and drops its gradients."""
@@ -451,16 +482,15 @@ class _ModuleHooks:
 
     def covers(self, inside: list[_ModuleHooks]) -> None:
         """Sets the modules inside this one whose units are all held by this one."""
-        mine = set(self.needed)
-        self._inside = [each for each in inside if mine.issuperset(each.needed)]
+        self._inside = [each for each in inside if set(self.needed).issuperset(each.needed)]
 
-    def __deepcopy__(self, memo: Any) -> _NoHooks:
+    def __deepcopy__(self, memo: Any) -> marks.NoHooks:
         if not self.is_inner:
             self._hooks.__deepcopy__(memo)
-        return _NoHooks()
+        return marks.NoHooks()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (_NoHooks, ()) if self.is_inner else self._hooks.__reduce_ex__(protocol)
+        return (marks.NoHooks, ()) if self.is_inner else self._hooks.__reduce_ex__(protocol)
 
     def uncover(self, other: _ModuleHooks) -> None:
         """Removes a module inside this one that needs more units than this one holds."""
@@ -481,7 +511,7 @@ class _ModuleHooks:
         self._frames.clear()
         self.reset()
 
-    @outside_graphs
+    @marks.outside_graphs
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is not self.module:  # the hook of a copy
             return
@@ -499,7 +529,7 @@ class _ModuleHooks:
         for each in self._inside:
             each._switch(1)
 
-    @outside_graphs
+    @marks.outside_graphs
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         ended = module is self.module and self._frames
         frame, is_outermost = (self._frames.pop() if ended else None) or (None, False)
@@ -507,7 +537,7 @@ class _ModuleHooks:
             return
         for each in self._inside:
             each._switch(-1)
-        made = handed_back(module, args, kwargs, output) if frame.use is not None else []
+        made = marks.handed_back(module, args, kwargs, output) if frame.use is not None else []
         self._hooks.leave(frame, made)
         if is_outermost:
             self._hooks.end_outermost(module, frame, output, made)
@@ -526,20 +556,3 @@ class _ModuleHooks:
         else:
             before[self._before.id], after[self._after.id] = self.before_forward, self.after_forward
             before.move_to_end(self._before.id, last=False)
-
-
-class _NoHooks:
-    """The hooks of a copied module."""
-
-    module = None
-
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Does nothing."""
-
-    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Does nothing."""
-
-
-def _note_gradient(live: LiveUnit, param: torch.Tensor) -> None:
-    """Notes a gradient. Autograd accumulates on the stream that first used the parameter, in this graph or an older one."""
-    live.memory.note_gradient()

@@ -34,7 +34,9 @@ ACTIVATION_CHUNK_BYTES = 1 << 20
 _ACTIVATION_BUFFERS = 8
 """Of one piece each, between activations and NVMe: enough to keep a disk busy."""
 
+CONTEXT = "context"
 _STATES = "optimizer states"
+_ATTEMPTS = "slot of steps under backward"
 _FACTORS = (8, 8)
 
 T = TypeVar("T")
@@ -47,6 +49,15 @@ class Row(NamedTuple):
     tier: Tier
     num_bytes: int
     why: str
+
+
+class Choice(NamedTuple):
+    """What a budget leaves open."""
+
+    grads: Tier | None  # the tier of gradients; None: they are not kept
+    unit_buffers: int
+    tile_buffers: int
+    tile_numel: int  # most elements of a tile
 
 
 class Buffers(NamedTuple):
@@ -71,11 +82,13 @@ class Plan:
     """
 
     rows: list[Row]
+    choice: Choice
     host_bytes: int  # all HOST rows
     arena_bytes: int  # those that are carved from the arena; the others are the driver's and torch's
     device_bytes: int  # all DEVICE rows, on an accelerator
     disk_bytes: int  # all NVME rows
     frozen_disk_bytes: int  # the part for checkpoints; taken when the first step after a checkpoint is written
+    attempt_disk_bytes: int  # the part for steps under backward, beside what they replace
     grads: Tier | None  # None: gradients are not kept
     states: Tier  # of the optimizer
     on_device: tuple[str, ...]  # names of the buffers below that lie on an accelerator
@@ -102,6 +115,18 @@ class Plan:
         """Its rows of a tier, in one line, for an error."""
         return "; ".join(f"{row.what} {format_mib(row.num_bytes)} ({row.why})" for row in self.rows if row.tier is tier)
 
+    @property
+    def brings_gradients(self) -> bool:
+        """Whether gradients that rest on an accelerator come to buffers of tiles that the CPU steps."""
+        return self.grads is Tier.DEVICE and bool(self.on_device) and self.states is not Tier.DEVICE
+
+    @property
+    def without_attempts(self) -> Plan:
+        """The same plan without room for steps under backward."""
+        rows = [row for row in self.rows if row.what != _ATTEMPTS]
+        less = self.disk_bytes - self.attempt_disk_bytes
+        return dataclasses.replace(self, rows=rows, disk_bytes=less, attempt_disk_bytes=0)
+
     def why_disk(self, policy: OffloadPolicy) -> str:
         """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for checkpoints."""
         if not self.frozen_disk_bytes:
@@ -122,7 +147,7 @@ def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
 def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
     """Whether a unit's fp32 initial values are kept until its first step, beside its low-precision parameters."""
     has_master = policy.precision.master_of(unit.dtype) is not None
-    return policy.master_from == "init" and unit.is_trainable and has_master
+    return policy.master_from == "init" and unit.is_trainable and not unit.was_unfrozen and has_master
 
 
 def keeps_secondary(policy: OffloadPolicy, num_shards: int) -> bool:
@@ -193,8 +218,8 @@ class Planner:
         self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
 
-    def choices(self) -> list[tuple[Tier | None, int, int, int]]:
-        """Tuples (tier of gradients, unit buffers, tile buffers, elements of a tile), best first."""
+    def choices(self) -> list[Choice]:
+        """All choices, best first."""
         policy = self._policy
         homes: list[Tier | None] = [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
         if policy.step_in_backward:
@@ -206,9 +231,9 @@ class Planner:
         tiles = [policy.tile_numel] if policy.tile_numel else [USUAL_TILE_NUMEL >> i for i in range(5)]
         num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
         buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in USUAL_TILE_BUFFERS]
-        return list(itertools.product(homes, counts, buffers, tiles))
+        return list(itertools.starmap(Choice, itertools.product(homes, counts, buffers, tiles)))
 
-    def plan(self, choice: tuple[Tier | None, int, int, int], resident_bytes: int, room_bytes: int = 0) -> Plan:
+    def plan(self, choice: Choice, resident_bytes: int, room_bytes: int = 0) -> Plan:
         """The plan of one choice, also when it exceeds the budget.
 
         room_bytes: HOST memory for activations, where the policy does not say how much.
@@ -237,25 +262,28 @@ class Planner:
         sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place)
         activations, room_bytes = self._add_activations(sheet, room_bytes)
         kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
-        frozen = self._add_frozen(sheet, at_home[Tier.NVME])
+        frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME])
         streams = Tier.NVME in (self._states, grads, *self._homes.values())
+        brings = self._is_gpu and grads is Tier.DEVICE and self._states is not Tier.DEVICE
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
-        tile_sizes = (tile_bytes(u, tile_numel, policy) for u in self._trainable)
-        tiles = sheet.buffers(
-            "tile", num_tiles * streams, tile_sizes, f"of {tile_numel} elements", crosses_link=self._steps_there
-        )
+        size_of = tile_bytes if streams else grad_bytes  # of tiles in memory their gradients alone
+        tile_sizes = (size_of(u, tile_numel, policy) for u in self._trainable)
+        why, crosses = f"of {tile_numel} elements", self._steps_there or brings
+        tiles = sheet.buffers("tile", num_tiles * (streams or brings), tile_sizes, why, crosses_link=crosses)
         if self._steps_there and self._trainable:
             sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "one tile's values in fp32 and its copies")
         sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
         outside_bytes = self._add_outside(sheet, grads)
         return Plan(
             rows=sheet.rows,
+            choice=choice,
             host_bytes=sheet.total(Tier.HOST),
             arena_bytes=sheet.total(Tier.HOST) - outside_bytes,
             device_bytes=sheet.total(Tier.DEVICE),
             disk_bytes=sheet.total(Tier.NVME),
             frozen_disk_bytes=frozen,
+            attempt_disk_bytes=attempt,
             grads=grads,
             states=self._states,
             on_device=("units", "wires", "sums") if self._is_gpu else (),
@@ -309,15 +337,18 @@ class Planner:
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
 
     def _add_outside(self, sheet: _Sheet, grads: Tier | None) -> int:
-        """Adds the rows of HOST memory that an accelerator takes outside the arena; returns its bytes."""
+        """Adds the rows of memory outside the arena: of a KV cache, and what an accelerator takes of HOST. Returns the bytes of
+        HOST among them."""
+        kv_bytes = self._policy.kv_bytes or 0
+        sheet.add("KV cache", Tier.DEVICE if self._is_gpu else Tier.HOST, kv_bytes, "left to a generation: kv_bytes")
         if not self._is_gpu:
-            return 0
+            return kv_bytes
         shards = [shard for unit in self._trainable for shard in unit.shards]
         sizes = [8 * len(shards), *_FACTORS]  # of norms, and of factors from clipping and GradScaler: float64
         if grads is Tier.DEVICE:
             sizes.append(8 * sum(shard.shard_numel // NORM_BLOCK + 2 for shard in shards))  # sums of squares
         small = sum(max(_PAGE, 1 << (size - 1).bit_length()) for size in sizes if size)
-        sheet.add("context", Tier.HOST, self._context_bytes, "of the accelerator's driver in this process, measured")
+        sheet.add(CONTEXT, Tier.HOST, self._context_bytes, "of the accelerator's driver in this process, measured")
         sheet.add("small copies", Tier.HOST, small, "pinned by torch, which rounds them up to powers of two")
         return self._context_bytes + small
 
@@ -363,8 +394,10 @@ class Planner:
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
         return kept, resident
 
-    def _add_frozen(self, sheet: _Sheet, resting: list[Unit]) -> int:
-        """Adds room for slots that checkpoints hold while steps write to others; returns its bytes.
+    def _add_slots(self, sheet: _Sheet, resting: list[Unit]) -> tuple[int, int]:
+        """Adds room for slots that checkpoints hold while steps write to others, and for one that steps under backward write.
+
+        Returns the bytes of both.
 
         resting: units on NVMe. Units that training never writes are stored once for all checkpoints; writing a checkpoint
         makes the files grow by them.
@@ -374,15 +407,22 @@ class Planner:
         written += sum(r.num_bytes for r in sheet.rows if r.tier is Tier.NVME and r.what == _STATES)
         frozen = (policy.num_slots - 1) * written
         sheet.add("frozen slots", Tier.NVME, frozen, f"durability={policy.durability!r}, keep={policy.keep}")
-        return frozen
+        is_attempted = policy.overlap == "backward" and self._states is Tier.NVME and resting and not self._is_gpu
+        attempt = written if is_attempted else 0
+        sheet.add(_ATTEMPTS, Tier.NVME, attempt, f"overlap={policy.overlap!r}")
+        return frozen, attempt
 
 
 def tile_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
     """Bytes of a tile's buffer: its states, and its slices of the parameters and of the gradients."""
     numel = min(tile_numel, unit.shard_numel)
-    grad_bytes = policy.precision.grad_dtype(unit.dtype).itemsize
     states = planned_layout(unit, policy).buffer_bytes(numel, keeps_initial_master(unit, policy))
-    return states + numel * (unit.dtype.itemsize + grad_bytes)
+    return states + numel * unit.dtype.itemsize + grad_bytes(unit, tile_numel, policy)
+
+
+def grad_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
+    """Bytes of a tile's gradients."""
+    return min(tile_numel, unit.shard_numel) * policy.precision.grad_dtype(unit.dtype).itemsize
 
 
 def step_scratch_bytes(tile_numel: int) -> int:

@@ -1,11 +1,36 @@
-"""Pools: the buffers of a plan that lie on HOST, carved from the arena before a run."""
+"""Pools: the store of a plan, and its buffers on HOST, which are carved from the store's arena before a run."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Arena, Pool
+from tiermem.swap.run_folder import RunName
+from tiermem.swap.store import TensorStore
+from tiermem.zero.collectives import exchange
 from tiermem.zero.plan import Plan
+from tiermem.zero.topology import Topology, paths_of_rank
+
+
+def open_store(plan: Plan, policy: OffloadPolicy, topology: Topology, device: torch.device) -> TensorStore:
+    """Opens the store of a plan. Rank 0 chooses the run's id; folder names of several ranks contain the rank. Collective.
+
+    With overlap "backward" it has one more slot, which is used while the plan has room for it: perhaps a later plan.
+    """
+    [run_id, *_] = exchange(topology, RunName.new().run_id)
+    return TensorStore(
+        paths_of_rank(policy.paths),
+        max(plan.arena_bytes, 1),
+        policy.io,
+        policy.disk_bytes,
+        device,
+        plan.link_bytes if policy.pin_memory else 0,
+        num_slots=policy.num_slots + (policy.overlap == "backward"),
+        run=RunName(run_id, None if topology.world == 1 else topology.rank),
+    )
 
 
 class Pools(NamedTuple):
@@ -21,13 +46,26 @@ class Pools(NamedTuple):
     activations: Pool | None
 
 
-def carve(arena: Arena, plan: Plan) -> Pools:
-    """Takes all buffers of a plan that lie on HOST from the arena, which owns them until it is closed."""
+def give_back(pools: Pools, now: Plan, plan: Plan) -> None:
+    """Gives the buffers back that have another size or number in another plan. All of them must be free."""
+    for name, pool in pools._asdict().items():
+        if pool is not None and getattr(now, name) != getattr(plan, name):
+            pool.close()
 
-    crossing = ("shards", "links", "activations", *(["tiles"] if plan.steps_there else []))
+
+def carve(arena: Arena, plan: Plan, kept: Pools | None = None) -> Pools:
+    """Takes all buffers of a plan that lie on HOST from the arena, which owns them until it is closed.
+
+    kept: buffers of another plan; those that `give_back` has left are kept.
+    """
+
+    crossing = ("shards", "links", "activations", *(["tiles"] if plan.steps_there or plan.brings_gradients else []))
 
     def pool(name: str) -> Pool | None:
         size, count = getattr(plan, name)
+        own: Pool | None = getattr(kept, name, None)
+        if own is not None and own.count:
+            return own
         if not count or name in plan.on_device:
             return None
         return Pool(arena, size, count, name, crosses_link=name in crossing)

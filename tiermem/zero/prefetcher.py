@@ -53,6 +53,10 @@ class Order:
         first_guess = self._forward + (self._backward if has_backward else [])
         self._expect(self._learnt.get(kind) or first_guess)
 
+    def first_uses(self) -> list[int]:
+        """The units in the order in which the next pass of this kind is expected to use them."""
+        return list(dict.fromkeys(self._seen or self._guess))
+
     def rewind(self) -> None:
         """Ends a pass and expects the next one to be of the same kind: its first units become upcoming."""
         if self._seen:
@@ -121,6 +125,15 @@ class Use:
     def needed_again(self) -> Sequence[LiveUnit]:
         """The units that must be present in its backward."""
         return self.units if self.reads_again else ()
+
+
+class Frame:
+    """A forward under way: its use, and units of other modules' parameters that it holds until it ends."""
+
+    def __init__(self, needed: Sequence[LiveUnit]) -> None:
+        self.needed = needed
+        self.use: Use | None = None  # None: the forward runs without gradients
+        self.borrowed: list[LiveUnit] = []
 
 
 class Uses:
@@ -196,6 +209,10 @@ class Streamed(Protocol):
     @property
     def reads(self) -> bool:
         """Whether fetching it begins with a read from NVMe."""
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether its weights at rest are those of the last step, so that a copy of them need not wait."""
 
     @property
     def is_staged(self) -> bool:
@@ -339,12 +356,9 @@ class Prefetcher(Generic[T]):
         if live.state is not UnitState.HOME and live.is_streamed:
             self._evict(live)
 
-    def expects_reads(self) -> bool:
-        """Whether this pass expects a unit on NVMe whose read has not been started."""
-        if not self._has_reads:
-            return False
-        upcoming = (self._units[index] for index in self.order.upcoming())
-        return any(live.state is UnitState.HOME and live.reads for live in upcoming)
+    def has_room_for(self, num_units: int) -> bool:
+        """Whether so many units can be in use at once."""
+        return not self._limits.is_fixed or num_units <= self._limits.num_full
 
     def end_pass(self) -> None:
         """Ends a pass and starts to fetch the first units of the next pass, which is expected to be of the same kind.
@@ -380,10 +394,16 @@ class Prefetcher(Generic[T]):
                 self._staged[live.unit.index] = live
 
     def _start(self, live: T, is_urgent: bool) -> Generator[_Step[T], None, bool]:
-        """Starts to bring a unit into its full layout, unless that is under way. False: no room, and it is not urgent."""
+        """Starts to bring a unit into its full layout, unless that is under way. False: it is not urgent, and has no room.
+
+        A unit that is copied from memory where it is being stepped has to be urgent, too. A gather waits for the step: which
+        gathers begin must not depend on time.
+        """
         begins = live.state is UnitState.HOME or (live.state is UnitState.READING and live.is_gathered)
         if not begins:
             return True
+        if not (is_urgent or live.reads or live.is_gathered or live.is_stepped):
+            return False
         if not self._make_room(live, is_urgent):
             return False
         if live.is_gathered:

@@ -173,6 +173,10 @@ class Reducer:
         self._factor = 1.0 / predivided(topology.world, policy)
         self._stream = new_stream(device) if is_accelerator(device) else None
 
+    def use(self, pool: Pool | None) -> None:
+        """Goes on with other buffers. No reduction may be under way."""
+        self._pool = pool
+
     @property
     def is_eager(self) -> bool:
         """Whether `finish` only orders streams, so that a reduction is finished as soon as it is started."""

@@ -7,7 +7,7 @@ entry ends with its parameter.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -52,3 +52,16 @@ def owner_of(param: nn.Parameter) -> Any | None:
     """The owner of a parameter, or None for an ordinary parameter."""
     found = _owners.get(param)
     return None if found is None else found()
+
+
+class Uncopied:
+    """What hangs on a sharded model's modules, so that copying or pickling the model comes here."""
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(
+            "a sharded model cannot be copied or pickled: its weights rest elsewhere. Use model.state_dict(), which gathers "
+            "them, or close the shards with materialize=True first"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__deepcopy__(None)

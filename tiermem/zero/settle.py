@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import Pool
+from tiermem.swap.ranges import round_up
 from tiermem.zero import registry
 from tiermem.zero.absent import ZeroParamStatus, absent_part, become, describe, undescribe
 from tiermem.zero.collectives import share
@@ -21,7 +22,7 @@ from tiermem.zero.plan import Plan, keeps_initial_master, keeps_secondary
 from tiermem.zero.pools import Pools
 from tiermem.zero.quantised import BlockFormat, pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
-from tiermem.zero.unit import Shard, Unit
+from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
 from tiermem.zero.unit_memory import Passage, UnitMemory
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import Values, initial_master
@@ -88,7 +89,8 @@ def settle(
     """
     units = list(units)
     nan_bytes = max((unit.full_bytes for unit in units if not unit.is_resident), default=0)
-    passage = Passage(values.store, values.device, pools.units, pools.shards, plan.units, nan_bytes)
+    buffers = pools.units, pools.shards, plan.units
+    passage = Passage(values.store, values.steps, values.device, *buffers, nan_bytes)
     settler = _Settler(plan, policy, values, pools, passage)
     return [settler.send_home(unit) for unit in units], passage
 
@@ -175,8 +177,8 @@ class _Settler:
     def _protect(self, unit: Unit, entry: str) -> None:
         """Gives a unit's weights on NVMe checksums, cut at the usual tile boundaries."""
         if keeps_sums(self._policy):
-            step = self._plan.tile_numel if unit.is_trainable else 0
-            cuts = range(step, unit.shard_numel, step) if step else ()
+            step = round_up(self._plan.choice.tile_numel, UNIT_ALIGN)  # of frozen units too, which may be unfrozen
+            cuts = range(step, unit.shard_numel, step)
             runs = weight_runs(unit, self._topology.shard_rank, cuts)
             self._store.sums.protect(entry, StatePieces(runs).pieces)
 

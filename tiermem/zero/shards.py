@@ -20,11 +20,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,41 +31,41 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.policy import OffloadPolicy
+from tiermem.policy import OffloadPolicy, Overlap
 from tiermem.swap.accelerator import find_device, is_accelerator, open_context
 from tiermem.swap.native import trim_heap
-from tiermem.swap.pipeline import HeadStart
-from tiermem.swap.run_folder import RunName, call_in_child
-from tiermem.swap.store import TensorStore
+from tiermem.swap.program import Program
+from tiermem.swap.run_folder import call_in_child
 from tiermem.swap.stream import Bounce
+from tiermem.swap.tile_program import end_kernels
 from tiermem.zero import absent, registry
 from tiermem.zero.activations import make_activations
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
-from tiermem.zero.backward_marks import in_backward, made_by, tensors_in
-from tiermem.zero.budget import check_card, make_plan
-from tiermem.zero.collectives import exchange
+from tiermem.zero.backward_marks import check_thread, made_by, tensors_in
+from tiermem.zero.budget import check_card, make_plan, take_disk
 from tiermem.zero.compute import agree_on_compute, widen_inputs
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
 from tiermem.zero.joining import join_ranks
-from tiermem.zero.plan import BOUNCE_BYTES
-from tiermem.zero.pools import carve
+from tiermem.zero.plan import BOUNCE_BYTES, Plan
+from tiermem.zero.pools import Pools, carve, give_back, open_store
 from tiermem.zero.prefetcher import Prefetcher, first_order, limits_of
 from tiermem.zero.settle import check_model, move_buffers, release, settle, show_parts
 from tiermem.zero.state_layout import MASTER
+from tiermem.zero.step_run import StepRun
 from tiermem.zero.topology import (
     Topology,
     arrange,
     find_topology,
     near_workers,
-    paths_of_rank,
     ranks_of,
     ranks_per_node,
 )
-from tiermem.zero.unit import Division, Shard, divide, serve_islands
+from tiermem.zero.unfreeze import Frozen, plan_of, reserve_more
+from tiermem.zero.unit import Division, Shard, Unit, divide, serve_islands
 from tiermem.zero.unit_state import LiveUnit
-from tiermem.zero.values import StateDicts, Values, initial_master
+from tiermem.zero.values import StateDicts, Values, initial_master, kept
 
 logger = logging.getLogger("tiermem")
 
@@ -89,6 +88,12 @@ class Attached(Protocol):
 
 class States(Protocol):
     """The optimizer's states of a sharded model, as far as the model uses them."""
+
+    def make_room(self, plan: Plan) -> None:
+        """Moves states to NVMe that another plan has no room for on HOST. Blocks; raises OSError."""
+
+    def take_up(self, units: Sequence[Unit]) -> None:
+        """Takes room for the states of units that have become trainable. Raises OSError."""
 
     def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
         """Stores this rank's part of one state of a parameter, given in fp32. Blocks."""
@@ -121,27 +126,25 @@ class Shards:
         self.states: States | None = None  # of the optimizer that steps this model
         self._attached: list[Attached] = []
         self.is_held = False  # weights may not change: all units are present (access.py), or show averages
-        self.is_torn = False  # a step or a restore failed half-way: the states are of two different steps
         self.topology: Topology = arrange(
             everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
         )
-        self._is_closed = False
+        self._is_closed, self._is_trained = False, is_trained
         self._handles: list[RemovableHandle] = []
         division = divide(model, policy, self.topology.num_shards, is_trained)
         self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node(), context)
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
         check_card(self.plan, policy, self.device)
-        self.store = self._open_store()
+        self.store = open_store(self.plan, policy, self.topology, self.device)
         self.workers = near_workers(self.device, self.store.arena)
         self.store.sums.use(self.workers, policy.verify)
-        weakref.finalize(self, self.workers.close)  # for a model that is never closed; closing twice does nothing
+        weakref.finalize(self, end_kernels, self.store.programs, self.workers)  # for a model that is never closed
         self._end_watch: Callable[[], object] = lambda: None
         if self.topology.group is not None and self.topology.watch is not None:
             self.topology.watch.start(self.topology.group, self.topology.groups)
             self._end_watch = weakref.finalize(self, self.topology.watch.close)
         try:
-            if self.plan.disk_bytes:
-                self.store.reserve_disk(self.plan.disk_bytes, self.plan.why_disk(policy))
+            self.plan = take_disk(self.plan, policy, self.store, self.topology)
             self._build(self.plan.division)
         except BaseException:
             self.store.close()
@@ -163,12 +166,17 @@ class Shards:
         """Switches `pipeline_read` and `pipeline_write` of the policy for the steps that follow, as a benchmark does."""
         self.policy = dataclasses.replace(self.policy, pipeline_read=read, pipeline_write=write)
 
+    def keep_overlap(self, saved: str) -> None:
+        """Goes on with the `overlap` of the run that saved a checkpoint, unless the policy names one."""
+        if self.policy.overlap == "auto":
+            self.policy = dataclasses.replace(self.policy, overlap=cast(Overlap, saved))
+
     # ---- reading values ------------------------------------------------------------------------------------------------
 
     def weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
         live, shard = self.find(param)
-        if not live.is_streamed:
+        if live.is_present and not live.is_streamed:
             return live.memory.views[live.unit.shards.index(shard)].detach().to("cpu", live.unit.dtype, copy=True)
         return self.values.assemble(shard, self.local_weight(param)).view(shard.shape)
 
@@ -280,9 +288,13 @@ class Shards:
             )
 
     def check_whole(self) -> None:
-        """Raises RuntimeError when the model's states are of two different steps, and in a forked child."""
+        """Finishes the step under way, then raises RuntimeError when the model's states are of two different steps.
+
+        Raises the error of that step, and RuntimeError in a forked child. Blocks.
+        """
         self.store.check_process()
-        if self.is_torn:
+        self.steps.finish()
+        if self.steps.is_torn:
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
                 "checkpoint that is whole, or close it"
@@ -311,8 +323,7 @@ class Shards:
     def drop_head_start(self) -> None:
         """Drops states read ahead for the next step, because they are about to change. Blocks until reads have stopped."""
         self.check_may_change()
-        if self.head_start is not None:
-            self.head_start.drop()
+        self.program.drop()
 
     def parameters(self) -> Iterator[tuple[LiveUnit, Shard]]:
         """Every partitioned parameter, unit by unit."""
@@ -334,31 +345,16 @@ class Shards:
     def attach_states(self, states: States, on_last_read: Callable[[], None] | None) -> None:
         """Registers the states of the optimizer that steps this model.
 
-        on_last_read: called when a backward expects no more reads (hooks.py).
+        on_last_read: called when a backward begins, whose reads go before those that it starts (hooks.py).
         """
         self.states = states
         if on_last_read is not None:
-            self.hooks.call_on_last_read(on_last_read)
+            self.hooks.call_on_backward(on_last_read)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Calls every attachment after a step of an optimizer. Collective if an attachment is."""
         for each in self._attached:
             each.after_step(optimizer)
-
-    @contextlib.contextmanager
-    def changing_all(self, overwrites: bool = False) -> Iterator[None]:
-        """A block that changes many states. If it fails, the model is torn and `check_whole` raises from then on.
-
-        With `overwrites` the block replaces every state, so it also repairs a model that an earlier failure has torn.
-        """
-        if overwrites:
-            self.is_torn = False
-            self.check_may_change()
-        try:
-            yield
-        except BaseException:
-            self.is_torn = True
-            raise
 
     @contextlib.contextmanager
     def held_present(self) -> Iterator[None]:
@@ -368,6 +364,55 @@ class Shards:
             yield
         finally:
             self.is_held = before
+
+    # ---- unfreezing ----------------------------------------------------------------------------------------------------
+
+    def take_up(self, params: Collection[nn.Parameter] = ()) -> None:
+        """Takes room for parameters that were frozen when the model was sharded and require gradients now (unfreeze.py).
+
+        params: frozen parameters that get room as well, because their states are about to be loaded.
+
+        Called before a forward with gradients, a step and a load. Does nothing without such parameters; else collective, and
+        blocks. Raises ValueError with the arithmetic when there is no room, RuntimeError for weights in blocks, OSError for a
+        full disk: then the model is as it was.
+        """
+        found = [] if self.is_held or self._is_closed else self._frozen.unfrozen(params)
+        lives = list(dict.fromkeys(live for live, _ in found if not live.unit.is_trainable))
+        if lives:
+            self.steps.finish()
+            self.homes.forget_replaced()
+            keeps_grads = not self.homes.is_empty
+            plan = plan_of(found, self.model, self.plan, self.policy, self.topology, self.device, keeps_grads)
+            plan = reserve_more(self.plan, plan, self.policy, self.store, self.topology)
+            with self.steps.changing_all():
+                self._go_over(plan, lives)
+        for live in dict.fromkeys(live for live, _ in found):
+            self.hooks.take_up(live)
+        if found:
+            self._frozen.forget()
+
+    def _go_over(self, plan: Plan, lives: Sequence[LiveUnit]) -> None:
+        """Goes over to another plan, with which these units are trainable."""
+        self.program.drop()
+        self.prefetcher.empty()
+        self.homes.make_room(plan)
+        if self.states is not None:
+            self.states.make_room(plan)
+        give_back(self._pools, self.plan, plan)
+        self.store.renew_host(plan.arena_bytes, plan.link_bytes if self.policy.pin_memory else 0)
+        self._use(plan, carve(self.store.arena, plan, self._pools))
+        self.program.use(self.tile_pool)
+        for live in lives:
+            live.unit.unfreeze()
+            live.take_up()
+        self.homes.take_up([live.unit for live in self.units if live.unit.is_trainable], plan, self._pools)
+        if self.states is not None:
+            self.states.take_up([live.unit for live in lives])
+        self.store.settle()
+
+    def _use(self, plan: Plan, pools: Pools) -> None:
+        """Sets the plan and its buffers."""
+        self.plan, self._pools, self.tile_pool = plan, pools, pools.tiles
 
     # ---- parameters of other modules -----------------------------------------------------------------------------------
 
@@ -382,7 +427,7 @@ class Shards:
 
         Collective in a forward or backward. Outside, raises RuntimeError on several ranks; in another thread always.
         """
-        self._check_thread()
+        check_thread(self.hooks.thread)
         if self.may_lend:
             return self.hooks.lend(params, func, args, kwargs)
         needed = [self.find(param)[0] for param in params]
@@ -394,39 +439,11 @@ class Shards:
             copied = {param.untyped_storage()._cdata: param for param in params}
             frame, output = self.hooks.enter(list(dict.fromkeys(needed)), (), {}, reads_again=False), None
             try:
-                with torch.autograd.graph.saved_tensors_hooks(lambda t: self._keep(t, copied), lambda read: read()):
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: kept(self, t, copied), lambda read: read()):
                     output = make()
             finally:
                 self.hooks.leave(frame, made_by(tensors_in(output)))
             return absent.without_loans(output, params, make)
-
-    def _check_thread(self) -> None:
-        """Raises RuntimeError in a thread beside the one that computes with the model, while that one lives."""
-        if self.hooks.thread == threading.get_ident() or in_backward():
-            return
-        if any(each.ident == self.hooks.thread for each in threading.enumerate()):
-            raise RuntimeError(
-                "a resting parameter is read in another thread than the one that computes with the model, whose fetches use "
-                "the same buffers: read it in that thread, or take a copy there"
-            )
-
-    def _keep(self, saved: torch.Tensor, copied: dict[int, nn.Parameter]) -> Callable[[], torch.Tensor]:
-        """What a graph keeps of a tensor: a function that gives it; of a parameter's copy one that reads the weight again."""
-        param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
-        if param is None or saved.is_conj() or saved.is_neg():
-            return lambda: saved
-        shape, dtype = (saved.shape, saved.stride(), saved.storage_offset()), saved.dtype
-        num_steps = self.find(param)[1].num_steps
-
-        def read() -> torch.Tensor:
-            if self.find(param)[1].num_steps != num_steps:
-                raise RuntimeError(
-                    f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the optimizer stepped it: "
-                    "run backward before the step"
-                )
-            return self.weight(param).to(self.device).flatten().view(dtype).as_strided(*shape)
-
-        return read
 
     def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
         """Registers that a module needs a parameter of another module whenever it runs. No effect for a resident parameter."""
@@ -455,8 +472,8 @@ class Shards:
             return
         self._is_closed = True
         try:
-            if self.head_start is not None:
-                self.head_start.drop()
+            self.steps.finish()
+            self.program.drop()
             self.prefetcher.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.store.settle()
@@ -469,6 +486,7 @@ class Shards:
             self._end_watch()
             release(self.units, self._passage, keeps_residents=not materialize)
             self.homes.store.stop()
+            self.program.close()
             self.workers.close()
             self.store.close(keep=any(each.keeps_files for each in self._attached))
         for param, value in weights:
@@ -484,38 +502,26 @@ class Shards:
 
     # ---- building ------------------------------------------------------------------------------------------------------
 
-    def _open_store(self) -> TensorStore:
-        """Opens the store. Rank 0 chooses the run's id; folder names of several ranks contain the rank. Collective."""
-        policy, plan, topology = self.policy, self.plan, self.topology
-        [run_id, *_] = exchange(topology, RunName.new().run_id)
-        return TensorStore(
-            paths_of_rank(policy.paths),
-            max(plan.arena_bytes, 1),
-            policy.io,
-            policy.disk_bytes,
-            self.device,
-            plan.link_bytes if policy.pin_memory else 0,
-            num_slots=policy.num_slots,
-            run=RunName(run_id, None if topology.world == 1 else topology.rank),
-        )
-
     def _build(self, division: Division) -> None:
         units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
         pools = carve(self.store.arena, self.plan)
+        self._use(self.plan, pools)
         policy, workers, trainable = self.policy, self.workers, [u for u in units if u.is_trainable]
-        self.values = Values(self.store, self.topology, self.device, bounce, policy.allgather_bucket_numel, workers)
-        self.tile_pool = pools.tiles
-        self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
+        self.program: Program[Any] = Program(self.store, pools.tiles, self.workers)
+        self.steps = StepRun(self.program)
+        spread_numel = policy.allgather_bucket_numel
+        self.values = Values(self.store, self.steps, self.topology, self.device, bounce, spread_numel, workers)
         self.units, self._passage = settle(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
-        self.homes = GradientHomes(trainable, self.plan, self.store, self.topology, workers, pools, policy)
+        self.homes = GradientHomes(trainable, self.plan, self.store, self.topology, workers, pools, policy, self.steps)
         self.store.settle()
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
         activations = make_activations(self.model, self.units, self.plan, policy, self.store, pools.activations)
-        self.hooks = Hooks(self.model, live, self.units, self.prefetcher, self.homes, self.store, activations)
+        served = self.prefetcher, self.homes, self.steps, self.store
+        self.hooks = Hooks(self.model, live, self.units, *served, activations)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += widen_inputs(self.model, {u.dtype for u in units if u.is_widened})
@@ -536,6 +542,8 @@ class Shards:
                 self.add_need(module, param)
         for each in self.units:
             each.let_all_go()
+        self._frozen = Frozen(self.parameters() if self._is_trained else ())
+        self.hooks.call_on_training(self.take_up)
 
     def _log_start(self) -> None:
         stats = self.store.stats()

@@ -144,7 +144,8 @@ def _lowered_modules(model: nn.Module, policy: OffloadPolicy) -> Iterator[nn.Mod
 # A unit is a child of the outermost ModuleList. A child that is larger than its buffer is split at its inner modules, down
 # to leaf modules (leaf.py) and tiles (tiled.py). Outside every ModuleList each module that owns parameters is a unit.
 # Small parameters (and, below stage 3, all of them) form *resident* units, which stay present. Parameters of one unit
-# share a dtype (and a lowered dtype), and are all trainable or all frozen; all or none of the frozen ones rest in blocks.
+# share a dtype (and a lowered dtype), and are all trainable or all frozen when the model is sharded; all or none of the
+# frozen ones rest in blocks. A unit becomes trainable as a whole when one of its parameters is unfrozen (unfreeze.py).
 # A parameter owned by two modules (tied weights) belongs to the first module's unit, and both modules then trigger that
 # unit.
 #
@@ -244,21 +245,26 @@ class ShardRange(NamedTuple):
         return self.shard.shard_numel * rank + self.start
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Unit:
-    """Parameters that are fetched, gathered and released together."""
+    """Parameters that are fetched, gathered and released together. Its places never change; that it is trained may."""
 
     name: str
     index: int
     shards: list[Shard]
     dtype: torch.dtype
-    is_trainable: bool
+    is_trainable: bool  # has room for gradients and optimizer states
     is_resident: bool  # always present: its full layout is never released
     full_numel: int
     shard_numel: int
     full_dtype: torch.dtype  # of the full layout; another than dtype when parts are cast before the gather, or widened
     is_leaf: bool = False  # the unit of a leaf module
     blocks: BlockFormat | None = None  # its shard rests in such blocks (quantised.py), and is sent as such
+    was_unfrozen: bool = False  # became trainable after the model was sharded
+
+    def unfreeze(self) -> None:
+        """Makes it trainable; it has room for gradients and states now."""
+        self.is_trainable = self.was_unfrozen = True
 
     @property
     def full_bytes(self) -> int:
@@ -329,7 +335,16 @@ class Division:
 
     def with_residents(self, indices: Collection[int]) -> Division:
         """The same division, with these units resident."""
-        units = [dataclasses.replace(u, is_resident=True) if u.index in indices else u for u in self.units]
+        return self._with({i: dataclasses.replace(self.units[i], is_resident=True) for i in indices})
+
+    def with_unfrozen(self, indices: Collection[int]) -> Division:
+        """The same division, with these units unfrozen."""
+        return self._with(
+            {i: dataclasses.replace(self.units[i], is_trainable=True, was_unfrozen=True) for i in indices}
+        )
+
+    def _with(self, changed: Mapping[int, Unit]) -> Division:
+        units = [changed.get(unit.index, unit) for unit in self.units]
         triggers = {module: [units[u.index] for u in needed] for module, needed in self.triggers.items()}
         return dataclasses.replace(self, units=units, triggers=triggers)
 

@@ -14,10 +14,12 @@ from tiermem.swap.accelerator import activate, current_stream, is_accelerator, n
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import NORMAL, URGENT, Map
+from tiermem.swap.run_read import RunRead
 from tiermem.swap.store import TensorStore
 from tiermem.zero.absent import absent_part
 from tiermem.zero.compute import narrow_part
 from tiermem.zero.plan import Buffers
+from tiermem.zero.step_run import StepRun
 from tiermem.zero.unit import Unit
 
 # ---- buffers for shards on their way ---------------------------------------------------------------------------------
@@ -63,11 +65,12 @@ class Stages:
 class UnitSlots:
     """Equal slots for full layouts on an accelerator, carved from one allocation, so that no piece of memory lies between them.
 
-    Not for several threads.
+    owner: the stream that waits for the users of a slot before the slot is used again. Not for several threads.
     """
 
-    def __init__(self, device: torch.device, slot_bytes: int, count: int) -> None:
+    def __init__(self, device: torch.device, slot_bytes: int, count: int, owner: torch.Stream) -> None:
         self._device = device
+        self._owner = owner
         self._slab = torch.empty(count, slot_bytes, dtype=torch.uint8, device=device)
         self._free = list(range(count))
 
@@ -78,6 +81,21 @@ class UnitSlots:
     def give_back(self, slot: int) -> None:
         """Takes a slot back."""
         self._free.append(slot)
+
+    def leave(self) -> None:
+        """Gives the memory back to torch's allocator until `come_back`. No slot may be in use."""
+        if len(self._free) != self._slab.shape[0]:
+            raise RuntimeError(
+                f"{self._slab.shape[0] - len(self._free)} units are in use: their memory cannot leave the device"
+            )
+        current_stream(self._device).wait_stream(self._owner)
+        self._slab.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Takes the memory again, content undefined, if it has left. Raises torch's OutOfMemoryError."""
+        if self._slab.untyped_storage().nbytes() == 0:
+            self._slab.untyped_storage().resize_(self._slab.numel())
+        self._owner.wait_stream(current_stream(self._device))
 
     def storage(self, slot: int, num_bytes: int) -> torch.UntypedStorage:
         """A storage over the first bytes of a slot."""
@@ -92,6 +110,7 @@ class Passage:
 
     Args:
         store: holds shards on NVMe; its recorder gets an event for every gather.
+        steps: the optimizer step that may be under way; shards are read through it.
         device: runs the maths.
         slots: buffers for full layouts (CPU); None: torch's allocator.
         stages: buffers for shards on their way to a gather or to the accelerator.
@@ -102,6 +121,7 @@ class Passage:
     def __init__(
         self,
         store: TensorStore,
+        steps: StepRun,
         device: torch.device,
         slots: Pool | None,
         stages: Pool | None,
@@ -110,13 +130,17 @@ class Passage:
     ) -> None:
         is_accelerated = is_accelerator(device)
         self.store = store
+        self.steps = steps
         self.device = device
         self.slots = None if is_accelerated else slots
         self.stages = Stages(stages) if stages is not None else None
         self.may_swap = not is_accelerated and can_swap_pointers(device)  # memory of the CPU
         is_carved = is_accelerated and on_device.num > 0 and can_swap_pointers(device)
-        self.slab = UnitSlots(device, on_device.slot_bytes, on_device.num) if is_carved else None
         self.owner = new_stream(device) if is_accelerated else None  # allocates and frees full layouts
+        self.slab = None
+        if is_carved:
+            assert self.owner is not None
+            self.slab = UnitSlots(device, on_device.slot_bytes, on_device.num, self.owner)
         self.copies = new_stream(device) if is_accelerated else None  # fills full layouts: copies and gathers
         # One thread each, so that reads and copies keep their order.
         self.starter: concurrent.futures.ThreadPoolExecutor | None = None  # starts reads
@@ -169,13 +193,14 @@ class StagedRead:
     So no other thread waits for the accelerator before a read begins, and the copy begins when the bytes are there.
 
     Args:
-        entry: the shard's name in the store.
+        unit: whose shard it is, and `entry` the shard's name in the store.
         then: called on the reader's thread when the bytes have arrived; returns the end of the copy that it started, or None.
     """
 
     def __init__(
         self,
         passage: Passage,
+        unit: int,
         entry: str,
         stage: Stage,
         num_bytes: int,
@@ -183,14 +208,15 @@ class StagedRead:
         then: Callable[[], torch.Event | None],
     ) -> None:
         self.copied: torch.Event | None = None  # the end of the copy; valid after `wait` or `cancel`
-        self._store = passage.store
+        self._steps = passage.steps
+        self._unit = unit
         self._entry = entry
         self._after = stage.read
         self._data = stage.slot.tensor[:num_bytes]
         self._then = then
         self._priority = URGENT if is_urgent else NORMAL
         self._is_cancelled = False
-        self._move: Move | None = None  # None until the read has been started
+        self._move: Move | RunRead | None = None  # None until the read has been started
         self._lock = threading.Lock()  # guards the three above
         assert passage.starter is not None and passage.reader is not None
         self._reader = passage.reader
@@ -226,12 +252,13 @@ class StagedRead:
                 if self._is_cancelled:
                     self._ended.set_result(None)
                     return
-                self._move = self._store.read([(self._entry, 0, self._data)], self._entry, self._priority)
+                ranges = [(self._entry, 0, self._data)]
+                self._move = self._steps.read(ranges, self._entry, self._unit, self._priority)
             self._reader.submit(self._finish, self._move)
         except BaseException as error:
             self._ended.set_exception(error)
 
-    def _finish(self, move: Move) -> None:
+    def _finish(self, move: Move | RunRead) -> None:
         try:
             if move.outcome() is None and not move.was_cancelled:
                 self.copied = self._then()
@@ -288,7 +315,7 @@ class UnitMemory:
         self._filled: torch.Event | None = None  # the layout on an accelerator holds its bytes
         self._slots = passage.slots
         self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
-        self._slab = None if unit.is_resident else passage.slab
+        self.slab = None if unit.is_resident else passage.slab  # carves its memory; None: torch's allocator does
         self._place: int | None = None  # the slot of the slab, while the unit occupies it
         self._may_swap = passage.may_swap
         self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
@@ -349,7 +376,7 @@ class UnitMemory:
                 self._storage._swap_data_ptr_(self._nan)  # type: ignore[attr-defined]
             self._storage.resize_(self.unit.full_bytes)
             return
-        if self._slab is not None and not outside:
+        if self.slab is not None and not outside:
             self._take_place()
         else:
             with on(self._owner):
@@ -445,17 +472,17 @@ class UnitMemory:
             self._slot = None
 
     def _take_place(self) -> None:
-        assert self._slab is not None and self._place is None
-        self._place = self._slab.take()
-        self._lender = self._slab.storage(self._place, self.unit.full_bytes)
+        assert self.slab is not None and self._place is None
+        self._place = self.slab.take()
+        self._lender = self.slab.storage(self._place, self.unit.full_bytes)
         self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
 
     def _give_place_back(self) -> bool:
         """Gives the slot of the slab back; False if the unit has none."""
-        if self._slab is None or self._place is None:
+        if self.slab is None or self._place is None:
             return False
         self._end_loan()
-        self._slab.give_back(self._place)
+        self.slab.give_back(self._place)
         self._place = None
         return True
 

@@ -15,6 +15,7 @@ from tiermem.swap.accelerator import on, record
 from tiermem.swap.move import Move
 from tiermem.swap.native import NORMAL, URGENT
 from tiermem.swap.ranges import round_up
+from tiermem.swap.run_read import RunRead
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero import absent
 from tiermem.zero.absent import ZeroParamStatus, mark
@@ -38,6 +39,10 @@ class UnitState(enum.Enum):
 
 
 _STATUS = {UnitState.HOME: ZeroParamStatus.NOT_AVAILABLE, UnitState.PRESENT: ZeroParamStatus.AVAILABLE}
+
+
+_Read = Move | RunRead | StagedRead
+"""A read of a shard from NVMe, under way."""
 
 
 class _Gathering(NamedTuple):
@@ -95,16 +100,19 @@ class LiveUnit:
         self.num_users = 0  # modules in forward, and uses in backward, that need it now
         self._is_kept = False  # present outside the prefetcher's buffers
         self._stage: Stage | None = None  # holds the shard on its way to a gather or to the accelerator
-        self._coming: Move | StagedRead | _Gathering | None = None  # the transfer of READING or GATHERING
+        self._coming: _Read | _Gathering | None = None  # the transfer of READING or GATHERING
         self._params = [shard.param for shard in unit.shards]
-        # In a model for inference parameters in blocks may require gradients.
-        self._stays_frozen = unit.blocks is not None and not any(param.requires_grad for param in self._params)
         self._changing = [] if unit.is_resident else self._params  # their class shows whether the unit has users
         self._out: set[int] = set()  # parameters that hold their own copy (access.py)
         self._point()
-        if unit.full_dtype != unit.dtype and unit.is_trainable:
-            for param in self._params:  # not before they have moved to the device, which resets it
-                param.grad_dtype = unit.dtype  # autograd accumulates in it, whatever dtype forward saw
+        self.take_up()  # not before the parameters have moved to the device, which resets their gradients' dtype
+
+    def take_up(self) -> None:
+        """Lets autograd accumulate a trainable unit's gradients in the dtype at rest, whatever dtype forward sees."""
+        if self.unit.full_dtype != self.unit.dtype and self.unit.is_trainable:
+            with torch._C.DisableTorchFunctionSubclass():
+                for param in self._params:
+                    param.grad_dtype = self.unit.dtype
 
     @property
     def is_streamed(self) -> bool:
@@ -137,9 +145,14 @@ class LiveUnit:
         return self._stage is not None
 
     @property
-    def move(self) -> Move | StagedRead | None:
+    def move(self) -> _Read | None:
         """The read under way, or None."""
-        return self._coming if isinstance(self._coming, (Move, StagedRead)) else None
+        return None if isinstance(self._coming, _Gathering) else self._coming
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether its weights at rest are those of the last step, so that a copy of them need not wait."""
+        return self._passage.steps.is_stepped(self.unit.index)
 
     # ---- transitions -------------------------------------------------------------------------------------------------
 
@@ -152,13 +165,17 @@ class LiveUnit:
         if passage.copies is None:
             first = 0 if self.is_staged or not self.unit.is_widened else self.unit.full_bytes - self.unit.shard_bytes
             ranges = [(self.entry, 0, slot.tensor[first : first + num_bytes])]
-            self._coming = passage.store.read(ranges, self.entry, URGENT if is_urgent else NORMAL)
+            priority = URGENT if is_urgent else NORMAL
+            if passage.steps.is_under_way:
+                self._coming = passage.steps.read(ranges, self.entry, self.unit.index, priority)
+            else:
+                self._coming = passage.store.read(ranges, self.entry, priority)
         else:
             assert self._stage is not None
             if self._gather is None:
                 self.memory.allocate()
             then = self._copy if self._gather is None else _start_nothing
-            self._coming = StagedRead(passage, self.entry, self._stage, num_bytes, is_urgent, then)
+            self._coming = StagedRead(passage, self.unit.index, self.entry, self._stage, num_bytes, is_urgent, then)
         self._become(UnitState.READING)
 
     def use(self) -> None:
@@ -167,16 +184,20 @@ class LiveUnit:
 
     def promote(self) -> None:
         """READING: raises the priority of the read, which is needed at once. Other states: does nothing."""
-        if isinstance(self._coming, (Move, StagedRead)):
-            self._coming.promote()
+        if (move := self.move) is not None:
+            move.promote()
 
     def gather(self) -> None:
-        """HOME or READING -> GATHERING: starts the exchange. Collective; waits only for the read. Raises OSError, RankLost."""
+        """HOME or READING -> GATHERING: starts the exchange. Collective; waits for the read, or for the step of the shard.
+
+        Raises OSError, RankLost.
+        """
         self._check(UnitState.GATHERING, UnitState.HOME, UnitState.READING)
         assert self._gather is not None
         self._await_read()
         start_ns, copies = time.monotonic_ns(), self._passage.copies
         if self.shard is not None:
+            self._passage.steps.await_unit(self.unit.index)
             self._passage.await_written(self.shard)
         with self._passage.filling():
             self.memory.allocate_slot()
@@ -190,11 +211,12 @@ class LiveUnit:
         self._become(UnitState.GATHERING)
 
     def copy(self) -> None:
-        """HOME -> COPYING: starts the copy of a unit that rests in host memory to the accelerator. Does not block.
+        """HOME -> COPYING: starts the copy of a unit that rests in host memory to the accelerator. Waits until it is stepped.
 
         On a CPU it widens a shard that rests in memory, and blocks.
         """
         self._check(UnitState.COPYING, UnitState.HOME)
+        self._passage.steps.await_unit(self.unit.index)
         if self._passage.copies is None:
             assert self.shard is not None
             self.memory.allocate_slot()
@@ -269,12 +291,7 @@ class LiveUnit:
     # ---- users -------------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Adds a user. The parameters are ordinary ones until every `hold` is let go.
-
-        Raises RuntimeError for a parameter in blocks that requires gradients.
-        """
-        if self._stays_frozen:
-            self._check_frozen()
+        """Adds a user. The parameters are ordinary ones until every `hold` is let go."""
         self.num_users += 1
         if self.num_users == 1:
             absent.wake(self._changing)
@@ -335,15 +352,6 @@ class LiveUnit:
                 self.memory.full.untyped_storage()._swap_data_ptr_(zeros)  # type: ignore[attr-defined]
         absent.rest(self._params)
 
-    def _check_frozen(self) -> None:
-        for shard in self.unit.shards:
-            if shard.param.requires_grad:
-                assert self.unit.blocks is not None
-                raise RuntimeError(
-                    f"{shard.name} requires gradients and rests in {self.unit.blocks.name} blocks, which no step can write: "
-                    "set requires_grad before sharding, or shard without blocks (frozen_quant_type=None)"
-                )
-
     # ---- steps of transitions ----------------------------------------------------------------------------------------
 
     def _check(self, to: UnitState, *states: UnitState) -> None:
@@ -381,8 +389,8 @@ class LiveUnit:
         _point(params, tensors)
 
     def _await_read(self) -> None:
-        if isinstance(self._coming, (Move, StagedRead)):
-            read, self._coming = self._coming, None
+        if (read := self.move) is not None:
+            self._coming = None
             read.wait()
 
     def _await_gather(self, gathering: _Gathering) -> None:

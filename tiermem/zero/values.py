@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
 from tiermem.zero.gather import assemble, gather_unit, spread
 from tiermem.zero.quantised import byte_ranges, pack, unpack
+from tiermem.zero.step_run import StepRun
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit, own_numel
 from tiermem.zero.unit_memory import UnitMemory
@@ -38,8 +39,10 @@ class Values:
         packed   codes and their scales                initial master   fp32 values kept until the first step
 
     A unit rests in its shard layout (unit.py): this rank's part of every parameter, with padding. A full layout that is present
-    does not follow writes made here; `Shards.refresh` makes it show them.
+    does not follow writes made here; `Shards.refresh` makes it show them. A step under way is finished before anything is read
+    or written; its errors are raised here.
 
+    steps: the step that may be under way.
     bounce: moves pieces of entries on NVMe; None: no entry is on NVMe.
     spread_numel: most elements of resident units' new weights that one call brings to all ranks.
     workers: threads that pack and unpack blocks on a CPU; None: the caller alone.
@@ -48,6 +51,7 @@ class Values:
     def __init__(
         self,
         store: TensorStore,
+        steps: StepRun,
         topology: Topology,
         device: torch.device,
         bounce: Bounce | None,
@@ -55,6 +59,7 @@ class Values:
         workers: Workers | None = None,
     ) -> None:
         self.store = store
+        self.steps = steps
         self.topology = topology
         self.device = device
         self._bounce = bounce
@@ -68,6 +73,7 @@ class Values:
 
         When the unit rests packed, the first element must be a multiple of BLOCK; every parameter begins at one.
         """
+        self.steps.finish()
         form = live.unit.blocks
         if form is None:
             return self._read(live, live.unit.dtype, part)
@@ -79,6 +85,7 @@ class Values:
 
         Call `drop_head_start` before, and `refresh` after the last write: present parameters do not follow by themselves.
         """
+        self.steps.finish()
         form = live.unit.blocks
         if form is not None:
             self.put_blocks(live, slice(start, start + values.numel()), pack(values, form, self.workers))
@@ -104,6 +111,7 @@ class Values:
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
         """A copy of elements of an entry, on the CPU; from NVME through a small bounce buffer. Blocks; raises OSError."""
+        self.steps.finish()
         if self.store.home_of(entry) is not Tier.NVME:
             return self.store.view(entry)[part].to("cpu", copy=True)
         out = torch.empty(part.stop - part.start, dtype=dtype)
@@ -116,6 +124,7 @@ class Values:
 
         Blocks; raises OSError.
         """
+        self.steps.finish()
         if self.store.home_of(entry) is not Tier.NVME:
             self.store.view(entry)[start : start + values.numel()].copy_(values)
             return
@@ -130,12 +139,14 @@ class Values:
         self.write_part(initial_master(unit), part.shard_offset + start, values.float())
 
     def _read(self, live: LiveUnit, dtype: torch.dtype, part: slice) -> torch.Tensor:
+        self.store.on_device.check_there("param/")
         if live.shard is not None:
             return live.shard[part].to("cpu", copy=True)
         assert live.entry is not None
         return self.read_part(live.entry, dtype, part)
 
     def _write(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
+        self.store.on_device.check_there("param/")
         if live.shard is not None:
             live.shard[start : start + values.numel()].copy_(values)
         else:
@@ -172,10 +183,48 @@ class Values:
 
     def keep_present(self, live: LiveUnit) -> None:
         """Makes a unit at HOME present in torch's own memory until `end_keeping`. Collective; blocks."""
+        self.steps.finish()
         shard, unit = live.shard, live.unit
         if shard is None or unit.is_packed:
             shard = self.elements(live, slice(0, unit.packed_numel if unit.is_packed else unit.shard_numel))
         live.keep(lambda memory: self.regather(unit, shard, memory))
+
+
+# ---- values in a graph ----------------------------------------------------------------------------------------------
+
+
+class Weights(Protocol):
+    """Finds parameters and reads whole weights. Shards is one."""
+
+    device: torch.device
+
+    def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
+        """A parameter's unit and its shard."""
+
+    def weight(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter's whole value, on the CPU. Collective; blocks."""
+
+
+def kept(weights: Weights, saved: torch.Tensor, copied: Mapping[int, nn.Parameter]) -> Callable[[], torch.Tensor]:
+    """What a graph keeps of a tensor: a function that gives it; of a parameter's copy one that reads the weight again.
+
+    copied: the parameter of each copy, by the copy's storage. The function raises RuntimeError after a step of the parameter.
+    """
+    param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
+    if param is None or saved.is_conj() or saved.is_neg():
+        return lambda: saved
+    shape, dtype = (saved.shape, saved.stride(), saved.storage_offset()), saved.dtype
+    num_steps = weights.find(param)[1].num_steps
+
+    def read() -> torch.Tensor:
+        if weights.find(param)[1].num_steps != num_steps:
+            raise RuntimeError(
+                f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the optimizer stepped it: "
+                "run backward before the step"
+            )
+        return weights.weight(param).to(weights.device).flatten().view(dtype).as_strided(*shape)
+
+    return read
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -124,6 +124,8 @@ class DiskRate(NamedTuple):
     engine: str
     why: str
     is_direct: bool
+    sustained: str | None = None
+    """What was written to get past the disk's fast cache, and what came of it; None: it was not asked for."""
 
 
 def measure_disk(folder: Path, seconds: float, file_bytes: int = 256 << 20) -> DiskRate:
@@ -143,16 +145,23 @@ def measure_disks(folders: Sequence[Path], seconds: float, file_bytes: int = 256
     bus) is not looked up. What measured is the first folder's; it is direct where all are. Blocks for about `seconds` for
     each file system; raises OSError, and ValueError without folders.
     """
+    return rate_of_all(folders, lambda folder: measure_disk(folder, seconds, file_bytes))
+
+
+def rate_of_all(folders: Sequence[Path], measure: Callable[[Path], DiskRate]) -> DiskRate:
+    """The sum of the rates of the first folder of each file system; see `measure_disks`."""
     if not folders:
         raise ValueError("there is no folder to measure: give at least one")
     first_of: dict[int, Path] = {}
     for folder in folders:
         first_of.setdefault(device_of(folder), folder)
-    rates = [measure_disk(folder, seconds, file_bytes) for folder in first_of.values()]
+    rates = [measure(folder) for folder in first_of.values()]
+    said = [rate.sustained for rate in rates if rate.sustained is not None]
     return rates[0]._replace(
         read_bytes_s=sum(rate.read_bytes_s for rate in rates),
         write_bytes_s=sum(rate.write_bytes_s for rate in rates),
         is_direct=all(rate.is_direct for rate in rates),
+        sustained="; ".join(said) if said else None,
     )
 
 

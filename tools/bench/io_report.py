@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from rich.text import Text
 from tiermem.swap import durable
 from tiermem.swap.native import latency_edges
 from tiermem.tools.bench.io_ranks import Outcome, Setting
+from tiermem.tools.bench.sustained import find_knee
 from tiermem.tools.plots import save_figure
 from tiermem.tools.reports import table
 from tiermem.tools.run_record import IoCounts, disagreements
@@ -28,39 +29,6 @@ from tiermem.tools.words import csv_mark
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-# ---- the knee: where a series of rates drops for good, as a drive does when its fast cache is full -------------------
-#
-# The series is cut in two where two levels fit it best (least squares). It is a knee when the second level is at least
-# a fifth lower, and two points or more, three quarters of those behind the cut, lie that low; anything less is noise.
-
-_LEAST_DROP = 0.2
-_LEAST_POINTS = 2
-
-
-class Knee(NamedTuple):
-    """The number of points before the drop, and the mean rate on either side."""
-
-    num_before: int
-    before: float
-    after: float
-
-
-def find_knee(rates: Sequence[float]) -> Knee | None:
-    """The drop, if there is one."""
-    cuts = range(_LEAST_POINTS, len(rates) - _LEAST_POINTS + 1)
-    if not cuts:
-        return None
-    parts = min(
-        ((rates[:cut], rates[cut:]) for cut in cuts),
-        key=lambda parts: sum(len(p) * statistics.pvariance(p) for p in parts),
-    )
-    before, after = map(statistics.fmean, parts)
-    most = before * (1 - _LEAST_DROP)
-    low = sum(rate < most for rate in parts[1])
-    is_knee = after < most and low >= max(_LEAST_POINTS, 0.75 * len(parts[1]))
-    return Knee(len(parts[0]), before, after) if is_knee else None
 
 
 # ---- latencies --------------------------------------------------------------------------------------------------------

@@ -6,18 +6,26 @@
 
 `weights`, `host` and `nvme` compute the same in the same places, so their losses are equal to the bit. `cpu` and `device` do
 their sums elsewhere, in another order. The model is bf16 with fp32 masters; data are noise. Needs torch and tiermem alone.
+
+`python -m tiermem.tools.bench.small_training --folder F --json J` trains in some places in a process of its own, so that a
+sanitizer, or the driver's environment variables, see a whole process (gpu_passes.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import contextlib
 import functools
 import itertools
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +33,8 @@ from torch import nn
 import tiermem
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator, reset_peak, usage
+from tiermem.tools.bench.gpu_trace import profiled
+from tiermem.tools.words import parse_list, save_json
 
 PLACES: dict[str, tuple[Tier, Tier]] = {
     "cpu": (Tier.HOST, Tier.HOST),
@@ -42,8 +52,7 @@ PHASES = ("forward", "backward", "step")
 _NUM_CLASSES = 1000
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Of the model and its training: `blocks` of 8 x width^2 parameters each."""
 
     width: int = 1024
@@ -107,8 +116,12 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     return clock
 
 
-def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Trains in one of PLACES; returns losses, seconds of each phase (medians, the first step left out) and bytes. Blocks."""
+def train_in(place: str, sizes: Sizes, folder: Path, after_step: Callable[[], object] | None = None) -> dict[str, Any]:
+    """Trains in one of PLACES; returns losses, seconds of each phase (medians, the first step left out) and bytes. Blocks.
+
+    Each phase waits for the device, so that its time is its own. With `after_step`, which is called after every step, nothing
+    waits before the end: the steps overlap as in a training, and the seconds are those of starting the work.
+    """
     params, optim = PLACES[place]
     paths = [folder] if Tier.NVME in (params, optim) else []
     torch.manual_seed(0)
@@ -117,23 +130,26 @@ def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
     matrices_come_and_go = 8 * sizes.width
     policy = OffloadPolicy(params=params, optim=optim, paths=paths, persistence_numel=matrices_come_and_go)
     num_params = sum(param.numel() for param in model.parameters())
-    losses: list[float] = []
+    losses: list[torch.Tensor] = []
     seconds: list[dict[str, float]] = []
     with tiermem.shard(model, policy, device="cpu" if place == "cpu" else None) as shards:
         device = shards.device
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         if is_accelerator(device):
             reset_peak(device)
+        clock = clock_of(device) if after_step is None else time.monotonic
         for step in range(sizes.steps):
             x, y = _batch(sizes, step, device)
-            loss, taken = timed(clock_of(device), functools.partial(_loss_of, model, x, y), optimizer.step)
+            loss, taken = timed(clock, functools.partial(_loss_of, model, x, y), optimizer.step)
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(loss.detach())
             seconds.append(taken)
+            if after_step is not None:
+                after_step()
         stats = shards.store.stats()
         return {
             "device": str(device),
-            "losses": losses,
+            "losses": [each.item() for each in losses],
             **{f"{phase}_s": statistics.median(each[phase] for each in seconds[1:] or seconds) for phase in PHASES},
             "num_params": num_params,
             "host_peak_bytes": stats.host_peak_bytes,
@@ -173,3 +189,55 @@ def _batch(sizes: Sizes, step: int, device: torch.device) -> tuple[torch.Tensor,
 
 def _loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x).float(), y)
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+#
+# Algorithms are deterministic where torch has such (CUBLAS_WORKSPACE_CONFIG is the caller's to set); torch's warnings about
+# others are kept. A place that fails is told with its traceback, and the others are trained.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains as the options say and writes {"runs", "failures", "warnings"}; 0 unless a place failed."""
+    given = _parser().parse_args(arguments)
+    sizes = Sizes(given.width, given.blocks, given.samples, given.steps)
+    runs: dict[str, Any] = {}
+    failures: dict[str, str] = {}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    vars(torch.utils)["deterministic"].fill_uninitialized_memory = given.fill
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        for place in parse_list("--places", given.places):
+            with tempfile.TemporaryDirectory(dir=given.folder) as home, noting_failure(failures, place):
+                train = functools.partial(train_in, place, sizes, Path(home))
+                runs[place] = train() if given.trace is None else profiled(train, sizes.steps, given.trace)
+    said = {str(each.message).splitlines()[0] for each in warned}
+    found = sorted(each for each in said if "deterministic" in each)
+    save_json(given.json, {"runs": runs, "failures": failures, "warnings": found})
+    return 1 if failures else 0
+
+
+@contextlib.contextmanager
+def noting_failure(failures: dict[str, str], part: str) -> Iterator[None]:
+    """Inside, an error is kept with its traceback, and the code after it goes on."""
+    try:
+        yield
+    except Exception as error:
+        failures[part] = "".join(traceback.format_exception(error))
+        print(failures[part], file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tiermem.tools.bench.small_training")
+    parser.add_argument("--places", default=",".join(PLACES))
+    for name, value in Sizes._field_defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--folder", type=Path, required=True, help="for states on NVMe")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--fill", action="store_true", help="fill new memory with NaN")
+    parser.add_argument("--trace", type=Path, help="trace the last steps, and write a Chrome trace")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

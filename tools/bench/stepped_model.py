@@ -125,6 +125,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
             **ways[0]._asdict(),
             persistence_numel=0,
             prefetch_numel=0,  # no forward comes: what is read for it would be counted
+            overlap="none",  # a step's time is that of all its tiles
             io=IoSettings(options.engine),
             durability="none",  # nothing is saved
             verify=case.verify,

@@ -56,10 +56,15 @@ class LineProgram(AbstractContextManager["LineProgram"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, line: str, how_many: int, what: str) -> list[float]:
-        """Sends one line and waits for the numbers that answer it; `what` they are.
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
-        Raises OSError when the program ended, ValueError with its words for another answer.
+    def say(self, line: str) -> str:
+        """Sends one line and waits for the line that answers it.
+
+        Raises OSError when the program ended, ValueError with its words when it refuses.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -70,14 +75,19 @@ class LineProgram(AbstractContextManager["LineProgram"]):
             answer = self._process.stdout.readline()  # it may have said why before it ended
         if not answer:
             raise OSError(f"{self.name} ended (status {self._end()}) at {line!r}: {self._last_words()}")
-        answer = answer.strip()
+        if answer.startswith("error"):
+            raise ValueError(f"{self.name} answers {line!r} with {answer.strip()}")
+        return answer.strip()
+
+    def ask(self, line: str, how_many: int, what: str) -> list[float]:
+        """Sends one line and waits for the numbers that answer it; `what` they are. Raises as `say`."""
+        answer = self.say(line)
         try:
             numbers = list(map(float, answer.split()))
         except ValueError:
             numbers = []
         if len(numbers) != how_many:
-            said = answer if answer.startswith("error") else f"{answer!r} instead of {what}"
-            raise ValueError(f"{self.name} answers {line!r} with {said}")
+            raise ValueError(f"{self.name} answers {line!r} with {answer!r} instead of {what}")
         return numbers
 
     def close(self) -> None:

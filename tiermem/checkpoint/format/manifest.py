@@ -41,7 +41,8 @@ checksums of each 1 MiB of a state's bytes, in the order of its elements as if t
           tiles, ranks or files. The last checksum covers the remaining bytes. Codes and scales have separate checksums. The
           manifest holds them, not the blocks: a block that was written elsewhere, or not at all, differs from its checksum
 choices   {name: value}, strings: choices that can affect bits, that all ranks share, and that are not as by default.
-          "compute_dtype" "fp32": weights of 16 bits are multiplied in fp32. A reader refuses what it does not know
+          "compute_dtype" "fp32": weights of 16 bits are multiplied in fp32. "overlap" "none", "forward", "backward": what runs
+          beside steps, if the policy said it. A reader refuses what it does not know
 at_rest   the form of a frozen parameter that rests in blocks: "int8" or "nf4"; its weight has the kind "packed" or "nf4", and
           its dtype is that of the values which the blocks stand for. null: it rests in its dtype; before forms were named,
           also "int8". A reader refuses a form that it does not know
@@ -132,12 +133,14 @@ def _are_checksums(found: Json) -> bool:
     return {*map(type, lists)} <= {list} and are_whole([*flat(lists)], _MOST_CRC)
 
 
-_COMPUTE = "compute_dtype"
+_COMPUTE, _OVERLAP = "compute_dtype", "overlap"
+_CHOICES = {_COMPUTE: ("fp32",), _OVERLAP: ("none", "forward", "backward")}
 
 
-def choices_of(compute_dtype: str) -> dict[str, str]:
+def choices_of(compute_dtype: str, overlap: str) -> dict[str, str]:
     """The `choices` of a manifest."""
-    return {} if compute_dtype == "storage" else {_COMPUTE: compute_dtype}
+    given = {_COMPUTE: compute_dtype, _OVERLAP: overlap}
+    return {name: value for name, value in given.items() if value in _CHOICES[name]}
 
 
 def _known_form(found: str) -> str:
@@ -152,8 +155,8 @@ def _unknown(found: str) -> NoReturn:
 def _known_choices(found: Mapping[str, str]) -> Mapping[str, str]:
     """Refuses choices that this version does not know."""
     for name, value in found.items():
-        if {name: value} != choices_of("fp32"):
-            _unknown(name if name != _COMPUTE else value)
+        if value not in _CHOICES.get(name, ()):
+            _unknown(value if name in _CHOICES else name)
     return found
 
 
@@ -262,6 +265,11 @@ class Manifest:
     def compute_dtype(self) -> str:
         """What weights were multiplied in: "fp32", or "storage", the dtype in which they rest."""
         return (self.choices or {}).get(_COMPUTE, "storage")
+
+    @property
+    def overlap(self) -> str:
+        """What the policy said that runs beside steps; "auto": nothing."""
+        return (self.choices or {}).get(_OVERLAP, "auto")
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_manifest` refuses."""

@@ -32,6 +32,7 @@ from tiermem.checkpoint.together import DAMAGE, everywhere
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.ordinary import STEP
 from tiermem.optim.rules import IMPLEMENTATION
+from tiermem.optim.sharded import take_up
 from tiermem.optim.tiles import tiles_of
 from tiermem.swap.accelerator import is_accelerator, set_rng_state
 from tiermem.swap.run_folder import Owner, this_process
@@ -348,10 +349,14 @@ def _open(
         wants = _wants(source, shards, optimizer, asked)
         _check_compute(source, shards, wants)
         fitted = fit(shards, source, asked.is_strict)
+        shards.take_up()
         groups: list[tuple[Group, Group]] = []
         if wants.states and manifest.optimizer is not None:
             assert optimizer is not None
             groups = saved_groups(source, optimizer, fitted)
+            held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            stepped = [shard.param for shard, name in fitted.params.items() if source.parameters[name].num_steps]
+            take_up(shards, [param for param in stepped if id(param) in held], str(source.file))
             check_moments(source, shards, fitted)
             check_ordinary(source, optimizer)
         loaded = _loaded(source, wants)
@@ -366,6 +371,7 @@ def _open(
                 put_ordinary(source, optimizer, topology)
         if not asked.module_only:
             _put_rest(source, shards, rest)
+            shards.keep_overlap(source.manifest.overlap)
         if wants.states and wants.weights:
             saver_of(shards).commits.went_on_from(source.file, manifest)
         return loaded

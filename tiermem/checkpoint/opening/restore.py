@@ -255,7 +255,9 @@ def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> Non
     A rank where reading fails raises DamagedState or OSError. Other ranks raise DamageElsewhere (an OSError) or RuntimeError.
     """
     filling = Filling(source, fitted.params, shards.workers, wants)
-    with shards.changing_all(overwrites=True):
+    shards.steps.abandon()
+    shards.check_may_change()
+    with shards.steps.changing_all():
         shards.prefetcher.empty()
         everywhere(shards.topology, "restoring its part", lambda: _put(shards, source, fitted, wants, filling))
         _show(shards, source, fitted, wants, filling)

@@ -19,6 +19,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def build(job: dict[str, Any], setting: dict[str, Any]) -> Any:
     """The job's model: built in fp32 from its seed, then its parameters cast (buffers stay, as everywhere)."""
+    return built(job, _DTYPES[job["precision"]]).to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def built(job: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The model on the CPU, its parameters in a dtype."""
     transformers.logging.set_verbosity_error()
     if job["checkpoint"] is not None:
         model = transformers.AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=torch.float32)
@@ -27,8 +32,21 @@ def build(job: dict[str, Any], setting: dict[str, Any]) -> Any:
         torch.manual_seed(job["seed"])
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**job["shape"]))
     for param in model.parameters():
-        param.data = param.data.to(_DTYPES[job["precision"]])
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+        param.data = param.data.to(dtype)
+    return model
+
+
+def optimizer_of(params: Any, job: dict[str, Any]) -> torch.optim.AdamW:
+    """torch's fused AdamW with the job's settings."""
+    settings = job["config"]["optimizer"]["params"]
+    return torch.optim.AdamW(
+        params,
+        lr=settings["lr"],
+        betas=tuple(settings.get("betas", (0.9, 0.999))),
+        eps=settings.get("eps", 1e-8),
+        weight_decay=settings.get("weight_decay", 0.0),
+        fused=True,
+    )
 
 
 class Training:
@@ -43,15 +61,7 @@ class Training:
         self._num_micro = int(job["config"].get("gradient_accumulation_steps", 1))
         self._micro = 0
         self._clipping = float(job["config"].get("gradient_clipping", 0.0))
-        settings = job["config"]["optimizer"]["params"]
-        self._optimizer = torch.optim.AdamW(
-            self._masters,
-            lr=settings["lr"],
-            betas=tuple(settings.get("betas", (0.9, 0.999))),
-            eps=settings.get("eps", 1e-8),
-            weight_decay=settings.get("weight_decay", 0.0),
-            fused=True,
-        )
+        self._optimizer = optimizer_of(self._masters, job)
 
     def forward(self, tokens: torch.Tensor) -> Any:
         return self._model(input_ids=tokens, labels=tokens).loss

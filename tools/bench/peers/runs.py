@@ -1,6 +1,7 @@
 """Peers: the same model, data, seed, threads, warm-up and cap, trained by other means, each in its own process.
 
     plain       PyTorch with everything in memory, in this interpreter
+    fsdp2       FSDP2 with everything offloaded to the CPU, in this interpreter; on machines with a GPU
     deepspeed   ZeRO-3 with offload, in the interpreter that --peer-python names, over a small sweep of its settings
 
 A peer that dies at the cap, or cannot do what is asked, is a result. What its runs leave on disk lies in folders made
@@ -79,14 +80,26 @@ class Peer:
 
 def peer_command(python: Path, name: str = "deepspeed", **variables: str) -> list[str]:
     """How a peer's command line begins: its interpreter's tools come first (ninja), no GPU means DS_ACCELERATOR=cpu."""
+    # Packages that a bare machine has in PYTHONPATH alone are this interpreter's own.
+    is_ours = "PYTHONPATH" in os.environ and python.absolute() == Path(sys.executable).absolute()
     variables["PATH"] = f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    if name == "deepspeed" and not Path("/dev/nvidiactl").exists():
+    if name == "deepspeed" and not _has_gpu():
         variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
-    return ["/usr/bin/env", *(f"{key}={value}" for key, value in variables.items()), str(python.absolute()), "-I"]
+    return [
+        "/usr/bin/env",
+        *(f"{key}={value}" for key, value in variables.items()),
+        str(python.absolute()),
+        *["-I"] * (not is_ours),
+    ]
+
+
+def _has_gpu() -> bool:
+    """Whether a driver of NVIDIA or AMD has made its device; the launcher imports no torch to ask."""
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 
 
 def list_peers(job: Job, peer_python: Path | None) -> list[Peer]:
-    """The peers for a job: plain PyTorch, and DeepSpeed when its interpreter is named.
+    """The peers for a job: plain PyTorch, FSDP2 where there is a GPU, and DeepSpeed when its interpreter is named.
 
     Raises ValueError for a job that a peer cannot be given, FileNotFoundError for an interpreter that is not there.
     """
@@ -99,6 +112,8 @@ def list_peers(job: Job, peer_python: Path | None) -> list[Peer]:
                 f"--peers needs train_micro_batch_size_per_gpu and a number of accumulation steps, not {key}"
             )
     peers = [Peer("plain", Path(sys.executable), [Setting("in-memory", {})])]
+    if _has_gpu():
+        peers.append(Peer("fsdp2", Path(sys.executable), [Setting("all-on-cpu", {}, is_like_ours=not job.nvme_paths)]))
     if peer_python is not None:
         if not os.access(peer_python, os.X_OK):
             raise FileNotFoundError(f"--peer-python: {peer_python} is no program")
@@ -120,7 +135,7 @@ def deepspeed_settings(job: Job, swap: Path, uses_nvme: bool) -> list[Setting]:
     """
     sizes = ModelSizes.of(job.shape)
     largest = max(sizes.vocabulary * sizes.hidden, sizes.hidden * sizes.intermediate)
-    cpu = {"device": "cpu", "pin_memory": False}
+    cpu = {"device": "cpu", "pin_memory": _has_gpu()}
     nvme = {"device": "nvme", "nvme_path": str(swap)}
     buffers = {"buffer_count": 100, "buffer_size": max(10_000_000, largest), "max_in_cpu": 0}
     piped = {"buffer_count": 16, "pipeline_read": True, "pipeline_write": True}

@@ -1,0 +1,158 @@
+"""DeviceMemory: the memory of the tier DEVICE, carved from few allocations (slabs), which can go to HOST memory for a while.
+
+torch's allocator rounds each allocation up, CUDA's to multiples of 2 MiB. Tensors of one kind therefore share a slab, so that
+the device holds their bytes and one rounding. A slab may leave: its bytes are copied to HOST memory and its device memory is
+freed, for another program. When it comes back, its tensors are views of the same storage, at another address.
+
+    reserve(kind, bytes) --> a slab --take--> Slot --give_back--> free; a slab without slots goes back to torch
+
+    a kind:  THERE --leave--> AWAY --come_back--> THERE
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from tiermem.swap.accelerator import current_stream, is_accelerator, record
+from tiermem.swap.arena import Arena, Slot
+from tiermem.swap.ranges import FreeRanges, round_up
+from tiermem.swap.tier import ALIGNMENT
+
+
+class _Slab:
+    """One allocation of torch."""
+
+    def __init__(self, kind: str, num_bytes: int, device: torch.device) -> None:
+        self.kind = kind
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.free = FreeRanges()
+        self.free.add(0, num_bytes)
+        self.num_slots = 0  # in use
+
+
+class DeviceMemory:
+    """Slots of the device's memory, by kind: the part of an entry's name before its first slash. Thread-safe.
+
+    Args:
+        device: where the memory is; may be the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slabs: list[_Slab] = []
+        self._kinds_away: set[str] = set()
+        self._away: list[tuple[_Slab, torch.Tensor]] = []  # slabs that have left, each with its bytes in HOST memory
+        self._arena: Arena | None = None  # has those bytes
+        self._lock = threading.Lock()  # guards everything above
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        """Allocates a slab for later slots of the kind of this name. Raises torch's OutOfMemoryError."""
+        if num_bytes:
+            with self._lock:
+                self._slabs.append(_Slab(_kind_of(name), round_up(num_bytes, ALIGNMENT), self._device))
+
+    def take(self, name: str, num_bytes: int) -> Slot:
+        """A slot, content undefined, of a slab of its kind, or of a new one. Raises torch's OutOfMemoryError."""
+        size, kind = round_up(num_bytes, ALIGNMENT), _kind_of(name)
+        with self._lock:
+            for slab in self._slabs:
+                start = slab.free.take(size) if slab.kind == kind else None
+                if start is not None:
+                    break
+            else:
+                slab, start = _Slab(kind, size, self._device), 0
+                slab.free.take(size)
+                self._slabs.append(slab)
+            slab.num_slots += 1
+            return Slot(start, slab.memory[start : start + num_bytes])
+
+    def give_back(self, slot: Slot) -> None:
+        """Frees a slot. Raises RuntimeError when it is given back twice."""
+        storage = slot.tensor.untyped_storage()._cdata
+        with self._lock:
+            slab = next(each for each in self._slabs if each.memory.untyped_storage()._cdata == storage)
+            slab.free.add(slot.offset, round_up(slot.num_bytes, ALIGNMENT))
+            slab.num_slots -= 1
+            if not slab.num_slots:
+                self._slabs.remove(slab)
+
+    def num_bytes(self, kinds: Collection[str]) -> int:
+        """Bytes of the slabs of these kinds that are there."""
+        return sum(slab.memory.numel() for slab in self._there(kinds))
+
+    def leave(self, kinds: Collection[str], beside: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Copies the slabs of these kinds to HOST memory, pinned if there is a driver, and frees their memory. Blocks.
+
+        beside: other tensors of the device whose bytes are copied, too; returns the copies, valid until `come_back`. Work on
+        other streams must be waited for by the current stream. Raises RuntimeError for a second call, OSError when there is no
+        HOST memory; then nothing has left. Until `come_back` tensors of these kinds have no memory: `check_there` says so.
+        """
+        if self._kinds_away:
+            raise RuntimeError("device memory has left already: let it come back first")
+        due = self._there(kinds)
+        whole = [*(slab.memory for slab in due), *(each.view(torch.uint8) for each in beside)]
+        total = sum(round_up(each.numel(), ALIGNMENT) for each in whole)
+        copies: list[torch.Tensor] = []
+        if total:
+            arena = Arena(total, total)
+            try:
+                slots = [arena.take(each.numel(), "device memory that leaves", crosses_link=True) for each in whole]
+                if is_accelerator(self._device):
+                    arena.pin(self._device)
+                copies = [slot.tensor.copy_(each, non_blocking=True) for slot, each in zip(slots, whole, strict=True)]
+                self._await_copies()
+            except BaseException:
+                arena.close()
+                raise
+            self._arena = arena
+        self._kinds_away = set(kinds)
+        self._away = list(zip(due, copies, strict=False))
+        for slab in due:
+            slab.memory.untyped_storage().resize_(0)
+        return copies[len(due) :]
+
+    def come_back(self, restore: Callable[[], None] = lambda: None) -> None:
+        """Brings back what has left; `restore` copies what was beside it. Blocks. Does nothing when nothing has left.
+
+        Raises torch's OutOfMemoryError; what did not fit is still in HOST memory then, and a later call goes on.
+        """
+        while self._away:
+            slab, bytes_of = self._away[-1]
+            slab.memory.untyped_storage().resize_(bytes_of.numel())
+            slab.memory.copy_(bytes_of, non_blocking=True)
+            self._away.pop()
+        restore()
+        self._kinds_away.clear()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            self._await_copies()
+            arena.close()
+
+    def check_there(self, name: str) -> None:
+        """Raises RuntimeError while the memory of this kind of names has left."""
+        if _kind_of(name) in self._kinds_away:
+            raise RuntimeError(f"{name!r} has left the device (offload_states): call reload_states first")
+
+    def _there(self, kinds: Collection[str]) -> list[_Slab]:
+        away = [slab for slab, _ in self._away]
+        return [slab for slab in self._slabs if slab.kind in kinds and slab not in away]
+
+    def _await_copies(self) -> None:
+        if is_accelerator(self._device):
+            record(current_stream(self._device)).synchronize()
+
+    def close(self) -> None:
+        """Frees all memory, also what has left."""
+        with self._lock:
+            self._slabs.clear()
+            self._away.clear()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+
+def _kind_of(name: str) -> str:
+    return name.partition("/")[0]

@@ -1,0 +1,570 @@
+"""Program: reads, checks, computes, sums and writes tiles at the same time, through a fixed number of buffers.
+
+    buffers   those of one pool; a tile holds one from the start of its read to the end of its write
+    read      starts in the given order, as many tiles ahead as there are free buffers (without `read_ahead`: one tile at a
+              time)
+    compute   one tile at a time: the first in order whose bytes have arrived
+    write     runs while the next tiles are computed (without `write_behind`: ends before the next tile)
+
+Tiles are independent of each other. Tiles from fast paths overtake a tile on a slow path, and the results do not depend on the
+order. A native thread runs all of it (native/program.cpp) for tiles whose work is a list of native steps: no Python runs
+between the read and the write of such a tile. A thread of the program brings what such a tile needs beside the bytes on disk:
+gradients of an accelerator. The work of other tiles is a function of the caller, which `run` calls in its own thread when the
+tile's bytes have arrived.
+
+        Program.begin                         run, or start ... read the bytes of a unit ... finish
+    ... backward ........................| read the rest | compute | write |
+        read the first tiles ............|
+
+        attempt ... attempt ... commit        a tentative run: its results are of use when its caller says so, else dropped
+
+A run that was started goes on while its caller does other work. `read` gives the caller bytes that the run changes: a tile that
+is not written yet is copied from its buffer when it is computed, any other is read from disk (RunRead).
+
+After an error, the program cancels reads in flight and waits for writes, then raises the error. So no buffer is given back
+while the kernel may still use it, and no computed tile is partly written. The program knows no optimizer: the caller defines
+the tiles.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import dataclasses
+import errno
+import functools
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from tiermem.swap.arena import Pool, Slot
+from tiermem.swap.checksum import Range
+from tiermem.swap.move import Move
+from tiermem.swap.native import BACKGROUND, NORMAL, TransferError, Workers
+from tiermem.swap.ranges import ByteRange
+from tiermem.swap.run_read import SLICE_S, RunRead, RunState
+from tiermem.swap.store import TensorStore
+from tiermem.swap.tile_plan import TilePlan, TilePlans, TileWork
+from tiermem.swap.tile_program import (
+    AWAITED,
+    CHECK_STAGE,
+    ONE_READ,
+    ONE_WRITE,
+    STEP_STAGE,
+    WRITE_STAGE,
+    Failure,
+    TileProgram,
+    TileTimes,
+)
+
+T = TypeVar("T")
+
+_CHUNK = 4  # tiles that are planned at a time while others run
+
+
+class _Shown(NamedTuple):
+    """Bytes of an entry that a tile of a run changes."""
+
+    tile: int  # its index in the run
+    offset: int
+    num_bytes: int
+
+
+@dataclasses.dataclass
+class _Running(Generic[T]):
+    """A run under way."""
+
+    planned: list[TilePlan[T]]
+    work: TileWork[T]
+    lane: str
+    is_awaited: bool  # its caller does nothing but wait
+    shown: dict[str, list[_Shown]] = dataclasses.field(default_factory=dict)  # by entry
+    noted: set[int] = dataclasses.field(default_factory=set)  # tiles whose writes the store knows of
+    causes: list[Exception] = dataclasses.field(default_factory=list)  # of tiles that were not brought
+    is_cut: bool = False  # it failed before it was given all tiles
+    state: RunState = dataclasses.field(default_factory=RunState)
+
+    def cut(self) -> None:
+        """Notes that the other tiles are not given to it."""
+        self.is_cut = True
+
+    @property
+    def is_native(self) -> bool:
+        """Whether no tile needs its caller."""
+        return all(each.is_native for each in self.planned)
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether tiles need bytes from elsewhere than disk, and nothing else of the caller."""
+        return self.is_native and any(each.is_brought for each in self.planned)
+
+    def take_on(self, work: TileWork[T]) -> None:
+        """Makes a tentative run the run of this work, which is that of its tiles."""
+        self.work = work
+
+    def show(self) -> None:
+        """Notes where reads find bytes of its tiles, when it has all of them."""
+        for index, each in enumerate(self.planned):
+            if (shown := each.shown) is not None:
+                entry, offset, data = shown
+                self.shown.setdefault(entry, []).append(_Shown(index, offset, data.numel()))
+
+
+class Program(Generic[T]):
+    """Runs tiles of one store. For one thread at a time.
+
+    Args:
+        store: of the bytes that are read and written.
+        pool: lends the buffers, from the first read until the end of the run; None: every tile rests in memory.
+        workers: threads that the kernels share.
+    """
+
+    def __init__(self, store: TensorStore, pool: Pool | None, workers: Workers) -> None:
+        self._store = store
+        self._pool = pool
+        self._workers = workers
+        self._native: TileProgram | None = None  # opened when it is needed
+        self._slots: list[Slot] = []  # buffers that are lent
+        self._plans = TilePlans(store)
+        self._begun: list[TilePlan[T]] = []
+        self._running: _Running[T] | None = None
+        self._tentative: _Running[T] | None = None
+        self._bringing: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
+        self._brought: concurrent.futures.Future[None] | None = None  # of the run under way
+        self._reading = threading.RLock()  # held while a read begins, perhaps in another thread, and while a run ends
+        self.num_native = 0  # tiles so far whose work was native steps
+        self.num_called = 0  # those for which `compute` was called
+
+    def use(self, pool: Pool | None) -> None:
+        """Goes on with other buffers, after `drop`."""
+        self._pool = pool
+
+    @property
+    def begun(self) -> list[T]:
+        """The tiles whose reads have been started before their run, in order."""
+        return [each.tile for each in self._begun]
+
+    def begin(self, tiles: Iterable[T], work: TileWork[T]) -> None:
+        """Starts to read the first tiles, one for each buffer, behind all other transfers; the run raises errors of the reads.
+
+        Does nothing if it has been done already. A caller that changes these tiles at home must call `drop`; the run then reads
+        them again. Raises OSError.
+        """
+        if self._begun or self._running is not None or self._tentative is not None:
+            return
+        try:
+            slot = self._take_slots()
+            for tile in itertools.islice(tiles, len(self._slots)):
+                self._begun.append(self._plans.reads(tile, work.early_reads(tile, slot), work.unit(tile)))
+            if self._begun:
+                self._program().begin(self._buffers(), [each.native for each in self._begun])
+            else:
+                self._give_slots_back()
+        except BaseException:
+            self._begun.clear()
+            self._give_slots_back()
+            raise
+
+    def drop(self) -> None:
+        """Ends what was begun or started early, and gives the buffers back: tiles of a run are then old or new.
+
+        All tiles of a tentative run are old. Blocks for transfers in flight; never raises OSError.
+        """
+        with self._reading:
+            try:
+                if self._native is not None:
+                    self._native.stop()
+                if self._native is not None and (running := self._running) is not None:
+                    if not running.state.is_over:
+                        running.state.end(self._error(running, False))
+                    self._settle(self._native, running)
+                elif self._native is not None and self._tentative is not None:
+                    self._report(self._native, self._tentative)
+                if self._brought is not None:
+                    concurrent.futures.wait([self._brought])  # it has ended with the run
+            finally:
+                self._running = self._tentative = self._brought = None
+                self._begun.clear()
+                self._give_slots_back()
+
+    def run(
+        self, tiles: Sequence[T], work: TileWork[T], read_ahead: bool = True, write_behind: bool = True, lane: str = ""
+    ) -> None:
+        """Reads, computes and writes every tile. Blocks until the last write has ended; an interrupt ends the run early."""
+        flags = AWAITED | ONE_READ * (not read_ahead) | ONE_WRITE * (not write_behind)
+        self.start(tiles, work, flags, NORMAL, lane)
+        try:
+            self.finish()
+        finally:
+            self.drop()
+
+    def start(
+        self, tiles: Sequence[T], work: TileWork[T], flags: int = 0, priority: int = BACKGROUND, lane: str = ""
+    ) -> None:
+        """Starts to read, compute and write every tile; `finish` ends it, in any case. Does not block for transfers.
+
+        Tiles are planned while earlier ones run. They, what they point at and the buffers are the program's until the end.
+        Tiles of `begin` go first; without read-ahead they are dropped and read again.
+
+        Args:
+            flags: ONE_READ, ONE_WRITE and AWAITED of swap/tile_program.py, or-ed.
+            priority: of the reads; the default is behind all other transfers.
+            lane: of the recorder, for native work.
+
+        Raises RuntimeError when the pool has no free buffer, what `work` raises, NoSlotError and OSError as a write does. Then
+        the run has been ended early.
+        """
+        is_all_begun = {id(tile) for tile in self.begun} <= {id(tile) for tile in tiles}
+        if flags & ONE_READ or self._tentative is not None or not is_all_begun:
+            self.drop()
+        is_begun = {id(tile) for tile in self.begun}
+        plans = self._plan([*self.begun, *(tile for tile in tiles if id(tile) not in is_begun)], work)
+        try:
+            planned = list(itertools.islice(plans, max(len(is_begun), _CHUNK)))
+            self._program().run(self._buffers(), [each.native for each in planned], len(tiles), flags, priority)
+            self._running = _Running(planned, work, lane, bool(flags & AWAITED))
+            self._add(self._running, plans)
+            self._begun.clear()
+            if self._running.is_brought:
+                self._bringing = self._bringing or concurrent.futures.ThreadPoolExecutor(1, "tiermem-bringing")
+                self._brought = self._bringing.submit(self._bring_all, self._running)
+        except BaseException:
+            self.drop()
+            raise
+
+    def attempt(self, tiles: Iterable[T], work: TileWork[T], total: int, lane: str = "") -> bool:
+        """Gives tiles to a tentative run, which begins with the first of them. Does not block for transfers.
+
+        Its tiles are read, computed and written as those of a run, beside the bytes that they replace. Until `commit` no read
+        finds the results. `drop`, `start` and `run` discard them. Tiles that need their caller are left out.
+
+        total: the number of tiles of the run that it may become. Raises what `work` raises, NoSlotError and OSError as a write
+        does; then nothing is given. False: the run has failed, or another one is under way.
+        """
+        if self._running is not None:
+            return False
+        is_first = self._tentative is None
+        if is_first:
+            self.drop()
+            self._take_slots()
+        try:
+            plans = [self._plans.whole(tile, work, self._first_slot, None, is_apart=True) for tile in tiles]
+            plans = [each for each in plans if each.is_native and not each.is_brought]
+            if is_first and plans:
+                self._program().run(self._buffers(), [], total, 0, BACKGROUND)
+                self._tentative = _Running([], work, lane, False)
+        except BaseException:
+            if is_first:
+                self.drop()
+            raise
+        if self._tentative is None:
+            self._give_slots_back()
+            return True
+        is_added = self._program().add([each.native for each in plans])
+        self._tentative.planned.extend(plans if is_added else ())
+        return is_added and not self.has_failed
+
+    @property
+    def attempted(self) -> list[T]:
+        """The tiles of the tentative run, in order."""
+        return [] if self._tentative is None else [each.tile for each in self._tentative.planned]
+
+    def commit(self, tiles: Sequence[T], work: TileWork[T]) -> None:
+        """Makes the tentative run the run of these tiles: adds those that it does not have. `finish` ends it, in any case.
+
+        work: does with its tiles what they were given for, to the bit. Raises as `start`.
+        """
+        running, self._tentative = self._tentative, None
+        assert running is not None
+        running.take_on(work)
+        self._running, given = running, {id(each.tile) for each in running.planned}
+        try:
+            self._add(running, self._plan([tile for tile in tiles if id(tile) not in given], work))
+        except BaseException:
+            self.drop()
+            raise
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run is under way: `finish` has not returned since its `start`."""
+        return self._running is not None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether no tile of the run under way is computed by `compute`, so that it goes on without its caller."""
+        return self._running is None or self._running.is_native
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run under way, or the last one, has failed."""
+        return self._native is not None and self._native.failure() is not None
+
+    def is_stepped(self, unit: int) -> bool:
+        """Whether every tile of a unit has been computed, or no run is under way. Does not block."""
+        return self._running is None or self._program().wait(unit, False, 0.0) is True
+
+    def wait(self, unit: int) -> None:
+        """Blocks until every tile of a unit has been computed; they go before all others. Raises the error of the run."""
+        running = self._running
+        while running is not None:
+            if not running.is_native:
+                self._call_next(0.0)
+            has_ended = self._program().wait(unit, False, SLICE_S if running.is_native else SLICE_S / 100)
+            if has_ended is False or running.is_cut:
+                raise self._error(running, True)
+            if has_ended:
+                return
+
+    def read(self, ranges: Sequence[Range], name: str, unit: int, priority: int = NORMAL) -> Move | RunRead:
+        """Starts reading ranges of entries, as `TensorStore.read`; of bytes that a run changes, the new ones. Does not block.
+
+        Each tile of the run that changes an entry lies inside one of the ranges of it. May be called from any thread. If the
+        run has failed before it had the bytes, `wait` raises its error.
+
+        Args:
+            unit: the number of the unit whose bytes these are; the run goes on to its tiles first when `wait` is called.
+        """
+        with self._reading:
+            running = self._running
+            is_changed = running is not None and (running.is_cut or any(each[0] in running.shown for each in ranges))
+            if running is None or not is_changed:
+                return self._store.read(ranges, name, priority)
+            return self._read(running, ranges, name, unit, priority)
+
+    def _read(self, running: _Running[T], ranges: Sequence[Range], name: str, unit: int, priority: int) -> RunRead:
+        taken, on_disk = list[int](), list[Range]()
+        move: Move | None = None
+        try:
+            has_all = not running.is_cut and all(self._take(running, each, taken, on_disk) for each in ranges)
+            if has_all and on_disk:
+                move = self._store.read(on_disk, name, priority)
+        except BaseException:
+            has_all = False
+            raise
+        finally:
+            for tile in () if has_all else taken:
+                self._program().take(tile, 0)
+
+        def waited(start_ns: int, end_ns: int) -> None:
+            self._store.recorder.add("wait", f"step of {name}", start_ns, end_ns)
+
+        error = functools.partial(self._error, running)
+        return RunRead(self._program(), running.state, unit, taken if has_all else None, move, error, waited)
+
+    def finish(self) -> None:
+        """Blocks until the last write of a run has ended. Does nothing when none is under way.
+
+        It does the work of tiles that is not native. Raises the run's error, unless `wait` or a read has raised it: OSError
+        when a transfer failed, and the error of `compute`. An interrupt leaves a run of native tiles under way.
+        """
+        running = self._running
+        if running is None:
+            return
+        start_ns = time.monotonic_ns()
+        try:
+            while not (self._await(SLICE_S) if self._brought is not None else self._call_next(SLICE_S)):
+                pass
+        except BaseException:
+            if not running.is_native:
+                self.drop()
+            raise
+        if not running.is_awaited:
+            self._store.recorder.add("wait", "the rest of a step", start_ns, time.monotonic_ns())
+        with self._reading:
+            running.state.end(self._error(running, False) if self.has_failed else None)
+            self.drop()
+        if running.state.error is not None and not running.state.is_told:
+            raise self._error(running, True)
+
+    def close(self) -> None:
+        """Ends a run early, drops what was begun, and ends the thread."""
+        self.drop()
+        if self._bringing is not None:
+            self._bringing.shutdown()
+        if self._native is not None:
+            self._native.close()
+
+    # ---- planning ----------------------------------------------------------------------------------------------------
+
+    def _plan(self, tiles: Sequence[T], work: TileWork[T]) -> Iterator[TilePlan[T]]:
+        """The tiles of a run, one by one."""
+        begun = {id(each.tile): each for each in self._begun}
+        if not self._slots:
+            self._take_slots()
+        if self._pool is not None and not self._slots:
+            what = f"{self._pool.count} buffers of {self._pool.slot_bytes} bytes"
+            raise RuntimeError(f"none of the {what} is free")
+        for tile in tiles:
+            yield self._plans.whole(tile, work, self._first_slot, begun.get(id(tile)))
+
+    def _add(self, running: _Running[T], plans: Iterator[TilePlan[T]]) -> None:
+        """Gives a run its other tiles, while it is under way."""
+        while chunk := list(itertools.islice(plans, _CHUNK)):
+            if not self._program().add([each.native for each in chunk]):
+                running.cut()
+                break  # it has failed: `finish` raises the error
+            running.planned.extend(chunk)
+        running.show()
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def _call_next(self, timeout_s: float) -> bool:
+        """Does the work of the next tile whose work is not native, or brings one. True: the run has ended."""
+        assert self._running is not None
+        program = self._program()
+        found = program.next(timeout_s)
+        if not isinstance(found, tuple):
+            return found
+        index, buffer = found
+        each, work, has_failed = self._running.planned[index], self._running.work, True
+        try:
+            if each.is_native:  # and brought, beside tiles that are not native: its native steps follow
+                work.bring(each.tile, self._slots[buffer])
+            else:
+                self.num_called += 1
+                work.compute(each.tile, None if buffer < 0 else self._slots[buffer])
+            has_failed = False
+        finally:
+            program.done(index, has_failed)
+        return False
+
+    def _bring_all(self, running: _Running[T]) -> None:
+        """Brings what the tiles of a run need, until its end. In a thread of its own, which sleeps in between."""
+        program = self._program()
+        while isinstance(found := program.next(-1e-9), tuple):
+            index, buffer = found
+            has_failed = True
+            try:
+                running.work.bring(running.planned[index].tile, self._slots[buffer])
+                has_failed = False
+            except Exception as error:
+                running.causes.append(error)  # before the run ends
+            finally:
+                program.done(index, has_failed)
+
+    def _await(self, timeout_s: float) -> bool:
+        """Whether the run ends within the time."""
+        return self._program().wait(-1, True, timeout_s) is not None
+
+    def _take(self, running: _Running[T], wanted: Range, taken: list[int], rest: list[Range]) -> bool:
+        """Asks for the tiles of a run that change a range: adds those that will be copied to `taken`, other bytes to `rest`.
+
+        False: a write has failed, perhaps that of these bytes.
+        """
+        entry, offset, data = wanted
+        at, end = offset, offset + data.numel()
+        for index, start, num_bytes in sorted(running.shown.get(entry, ()), key=lambda each: each.offset):
+            assert offset <= start and start + num_bytes <= end, f"a range of {entry!r} cuts a tile"
+            if self._program().take(index, data.data_ptr() + start - offset):
+                taken.append(index)
+                if at < start:
+                    rest.append((entry, at, data[at - offset : start - offset]))
+                at = start + num_bytes
+            elif self.has_failed:
+                return False
+            else:
+                self._note(running, index, False)
+        if at < end:
+            rest.append((entry, at, data[at - offset :]))
+        return True
+
+    def _note(self, running: _Running[T], index: int, has_failed: bool) -> None:
+        """Tells the store once that the writes of a tile have been made, or that they failed."""
+        each = running.planned[index]
+        if index not in running.noted:
+            running.noted.add(index)
+            self._plans.note(each, running.work.name(each.tile), has_failed)
+
+    def _error(self, running: _Running[T], is_raised: bool) -> OSError:
+        """The error of a run that ended early; if it is raised, `finish` does not raise it again."""
+        if is_raised:
+            running.state.tell()
+        if running.state.error is not None:
+            return copy.copy(running.state.error)
+        failure = self._program().failure()
+        if failure is None:
+            return OSError(errno.ECANCELED, "the step was ended before this part of it")
+        return self._error_of(failure, running)
+
+    def _settle(self, program: TileProgram, running: _Running[T]) -> None:
+        """Notes what was written, and tells the recorder."""
+        failure = program.failure()
+        failed = failure.tile if failure is not None and failure.stage == WRITE_STAGE else -1
+        for index, times in enumerate(program.times(len(running.planned))):
+            if times.is_writing:
+                self._note(running, index, index == failed or not times.is_ended)
+        self._report(program, running)
+
+    def _report(self, program: TileProgram, running: _Running[T]) -> None:
+        """Tells the recorder what became of the tiles of a run."""
+        planned, work, end_ns = running.planned, running.work, 0
+        ended = program.times(len(planned))
+        for each, times in zip(planned, ended, strict=True):
+            self._record(each, times, work.name(each.tile), running.lane, running.is_awaited)
+            self.num_native += each.is_native and times.is_ended
+            end_ns = max(end_ns, times.step_ns[1], times.sum_ns[1])
+        for each, times in zip(planned, ended, strict=True):
+            if end_ns and times.write_ns[1] > end_ns and running.is_awaited:
+                self._store.recorder.add("wait", work.name(each.tile), end_ns, times.write_ns[1])
+                end_ns = times.write_ns[1]
+
+    def _record(self, each: TilePlan[T], times: TileTimes, name: str, lane: str, is_awaited: bool) -> None:
+        add, native = self._store.recorder.add, each.native
+        num_read = times.read_bytes
+        for of, span in (name, times.begun_ns), (name, times.read_ns):
+            if span[1]:
+                add("read", of, *span, num_read)
+                num_read = 0
+        if times.waited_ns[1] and is_awaited:
+            add("wait", name, *times.waited_ns)
+        if times.check_ns[1]:
+            pieces = sum(len(part.crcs) for part in each.expected)
+            add("check", f"{pieces} pieces", *times.check_ns, sum(int(part.num_bytes.sum()) for part in each.expected))
+        if times.step_ns[1] and lane and each.is_native:
+            add(lane, name, *times.step_ns, times.written_bytes)
+        if times.sum_ns[1]:
+            add("check", f"{len(native.sums)} pieces", *times.sum_ns, int(native.sums["bytes"].sum()))
+        if times.write_ns[1]:
+            add("write", name, *times.write_ns, times.written_bytes)
+
+    def _error_of(self, failure: Failure, running: _Running[T]) -> OSError:
+        each, files = running.planned[failure.tile], self._store.queues.files
+        name = running.work.name(each.tile)
+        if failure.stage == CHECK_STAGE and failure.num_wrong:
+            of = failure.piece, failure.seen, failure.num_wrong
+            return self._store.sums.damage(each.expected, *of, each.ops, files)
+        if failure.stage in (CHECK_STAGE, STEP_STAGE):
+            error = OSError(failure.error, f"stepping {name!r}: {os.strerror(failure.error)}")
+            error.__cause__ = next(iter(running.causes), None)
+            return error
+        path = files.get(failure.fd, f"descriptor {failure.fd}")
+        return TransferError(failure.error, failure.kind, path, failure.offset, failure.length)
+
+    # ---- buffers -----------------------------------------------------------------------------------------------------
+
+    def _program(self) -> TileProgram:
+        if self._native is None:
+            self._native = TileProgram(self._workers)
+            self._store.programs.append(self._native)  # the queues and the arena outlive what it has under way
+        return self._native
+
+    def _buffers(self) -> list[ByteRange]:
+        return [ByteRange(slot.tensor.data_ptr(), slot.num_bytes) for slot in self._slots]
+
+    def _take_slots(self) -> Slot | None:
+        """Takes every free buffer; returns the first of those that it has, or None."""
+        while self._pool is not None and (slot := self._pool.take()) is not None:
+            self._slots.append(slot)
+        return self._first_slot
+
+    @property
+    def _first_slot(self) -> Slot | None:
+        return self._slots[0] if self._slots else None
+
+    def _give_slots_back(self) -> None:
+        while self._slots:
+            assert self._pool is not None
+            self._pool.give_back(self._slots.pop())

@@ -1,0 +1,123 @@
+"""RunRead: a read of bytes that a run of a step program changes. Where the new bytes of a tile come from:
+
+    a tile that is not computed yet             the program copies its new bytes when it has computed them
+    a tile that is computed, and not written    they are copied from its buffer at once
+    a tile that is written, and other bytes     they are read from disk
+
+The read is given to its caller at once; `wait` blocks until all bytes are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import time
+from collections.abc import Callable, Sequence
+
+from tiermem.swap.move import Move
+from tiermem.swap.tile_program import TileProgram
+
+SLICE_S = 0.1
+"""Seconds between looks for signals, such as Ctrl-C, while a thread waits for a program."""
+
+
+@dataclasses.dataclass
+class RunState:
+    """What a run and its reads know of each other. The native program forgets a run when the next one begins."""
+
+    is_told: bool = False  # whether its failure has been raised
+    is_over: bool = False
+    error: OSError | None = None  # why it ended before all tiles were stepped and written
+
+    def tell(self) -> None:
+        """Notes that its failure is raised."""
+        self.is_told = True
+
+    def end(self, error: OSError | None) -> None:
+        """Notes its end."""
+        self.is_over, self.error = True, error
+
+
+class RunRead:
+    """A read with the methods of a Move. Thread-safe.
+
+    Args:
+        program: of the run.
+        run: its state.
+        unit: the number of the unit whose bytes these are.
+        tiles: the tiles whose bytes are copied when they are computed; None: the run has failed, and `wait` raises its error.
+        move: the read of the others.
+        failure: makes the error of a run that has ended before the unit was computed; told whether it is raised.
+        waited: told the times of a wait.
+    """
+
+    def __init__(
+        self,
+        program: TileProgram,
+        run: RunState,
+        unit: int,
+        tiles: Sequence[int] | None,
+        move: Move | None,
+        failure: Callable[[bool], OSError],
+        waited: Callable[[int, int], None],
+    ) -> None:
+        self.was_cancelled = False
+        self._program = program
+        self._run = run
+        self._unit = unit
+        self._tiles = tiles
+        self._move = move
+        self._failure = failure
+        self._waited = waited
+
+    def wait(self) -> None:
+        """Blocks until the bytes have arrived. Raises OSError: the error of the run, if it ended before; ECANCELED."""
+        if not self._await_run():
+            raise self._failure(True)
+        if self._move is not None:
+            self._move.wait()
+
+    def outcome(self) -> OSError | None:
+        """Blocks as `wait` and returns its error instead of raising it; None also after `cancel`."""
+        try:
+            if not self._await_run():
+                return self._failure(False)
+        except OSError:
+            return None  # cancelled
+        return None if self._move is None else self._move.outcome()
+
+    def _await_run(self) -> bool:
+        """Whether the unit has been computed, when it has or the run has ended. Raises ECANCELED after `cancel`."""
+        start_ns, is_computed = time.monotonic_ns(), self._look(0.0)
+        if is_computed is None:
+            while is_computed is None and not self.was_cancelled:
+                is_computed = self._look(SLICE_S)
+            self._waited(start_ns, time.monotonic_ns())
+        if self.was_cancelled:
+            raise OSError(errno.ECANCELED, "a read of weights that are being stepped was cancelled")
+        return is_computed is True
+
+    def _look(self, timeout_s: float) -> bool | None:
+        """Whether the unit has been computed; False: the run has ended before; None: not within the time."""
+        found = None if self._run.is_over else self._program.wait(self._unit, False, timeout_s)
+        if self._tiles is None:
+            return False
+        return self._run.error is None if self._run.is_over else found
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._look(0.0) is not None and (self._move is None or self._move.is_done())
+
+    def promote(self) -> None:
+        """Makes the run take the unit's tiles first, and the transfers urgent. Does not block."""
+        self._look(1e-9)
+        if self._move is not None:
+            self._move.promote()
+
+    def cancel(self) -> None:
+        """Ends the read: afterwards nothing is written to its buffer. Never raises OSError."""
+        self.was_cancelled = True
+        for tile in () if self._run.is_over else self._tiles or ():
+            self._program.take(tile, 0)
+        if self._move is not None:
+            self._move.cancel()

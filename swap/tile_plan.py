@@ -1,0 +1,146 @@
+"""TilePlan: a tile as a step program gets it: its transfers, its checksums, its native steps, and the slots that it writes to.
+
+The caller of a program describes its tiles (TileWork). A plan is made when the tile is given to the program. A plan *apart*
+writes beside the bytes that it replaces: they stay readable, with their checksums, until `note`. Without `note` the plan has
+changed nothing that a read finds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from tiermem.swap.arena import Slot
+from tiermem.swap.checksum import Expected, Range, Written
+from tiermem.swap.entry import WritePlan
+from tiermem.swap.native import Op, step_struct
+from tiermem.swap.parts import Dither, StepParts, StepRule
+from tiermem.swap.ranges import ByteRange
+from tiermem.swap.store import TensorStore
+from tiermem.swap.tile_program import BEGUN, BROUGHT, CALLED, NO_PIECES, NativeTile, Transfer
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class KernelStep(NamedTuple):
+    """The arguments of one native step; see `swap.native.optimizer_step`."""
+
+    rule: StepRule
+    parts: StepParts
+    dither: Dither | None
+    start_moments: bool
+
+
+class TileWork(Protocol[T_contra]):
+    """What the caller says of a tile. `slot` is the buffer that it gets, or the first one, which stands for it; None: none."""
+
+    def name(self, tile: T_contra) -> str:
+        """Its name in events and errors."""
+
+    def unit(self, tile: T_contra) -> int:
+        """The number of the unit that it belongs to."""
+
+    def early_reads(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
+        """What may be read before the run."""
+
+    def late_reads(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
+        """What is final only when the run begins."""
+
+    def writes(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
+        """What is written back."""
+
+    def shown(self, tile: T_contra, slot: Slot | None) -> Range | None:
+        """The one of `writes` that `Program.read` finds while the run is under way; None: there is none."""
+
+    def steps(self, tile: T_contra, slot: Slot | None) -> Sequence[KernelStep] | None:
+        """The native steps that are its work; None: `compute` does it."""
+
+    def is_brought(self, tile: T_contra) -> bool:
+        """Whether `bring` completes its buffer before its native steps."""
+
+    def bring(self, tile: T_contra, slot: Slot) -> None:
+        """Copies what does not come from disk to its buffer; blocks. In a thread of the program."""
+
+    def compute(self, tile: T_contra, slot: Slot | None) -> None:
+        """Changes the buffer, or memory, in place; blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TilePlan(Generic[T]):
+    """A tile of a run, or of a begin, as it was given to the native program."""
+
+    tile: T
+    native: NativeTile
+    ops: Sequence[Op]  # reads, those of the begin included
+    expected: Expected
+    writes: WritePlan | None = None
+    written: Sequence[Written] = ()  # checksums of writes apart
+    shown: Range | None = None
+    keep: object = None  # what native memory points at
+
+    @property
+    def is_native(self) -> bool:
+        """Whether no function of the caller does its work."""
+        return not self.native.flags & CALLED
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether a function of the caller completes its buffer before its native steps."""
+        return bool(self.native.flags & BROUGHT)
+
+
+class TilePlans:
+    """Plans tiles of one store."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+
+    def reads(self, tile: T, ranges: Sequence[Range], unit: int) -> TilePlan[T]:
+        """The plan of a tile that is read before its run."""
+        ops, expected = self._store.plans.reads(ranges)
+        checks = np.concatenate([NO_PIECES, *(each.rows() for each in expected)])
+        native = NativeTile(id(tile), unit, 0, self._transfers(ops), checks, (), NO_PIECES, ())
+        return TilePlan(tile, native, ops, expected)
+
+    def whole(
+        self, tile: T, work: TileWork[T], slot: Slot | None, begun: TilePlan[T] | None, is_apart: bool = False
+    ) -> TilePlan[T]:
+        """The plan of a tile of a run. begun: what was read before. Raises what `work` raises, NoSlotError and OSError."""
+        early, late = work.early_reads(tile, slot), work.late_reads(tile, slot)
+        writes, steps, shown = work.writes(tile, slot), work.steps(tile, slot), work.shown(tile, slot)
+        read = self.reads(tile, late if begun is not None else [*early, *late], work.unit(tile))
+        plan = self._store.plans.writes(writes, is_apart) if writes else None
+        if is_apart:
+            sums, written = self._store.sums.rows_apart(writes)
+            tables: Sequence[object] = written
+        else:
+            (sums, tables), written = self._store.sums.rows_of(writes), []
+        native = read.native._replace(
+            flags=CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None),
+            key=read.native.key if begun is None else begun.native.key,
+            steps=[step_struct(*step) for step in steps or ()],
+            sums=sums,
+            writes=[] if plan is None else self._transfers(plan.ops),
+            weights=ByteRange(0, 0) if shown is None else ByteRange(shown[2].data_ptr(), shown[2].numel()),
+        )
+        ops, expected = ([], []) if begun is None else (begun.ops, begun.expected)
+        return TilePlan(
+            tile, native, [*ops, *read.ops], [*expected, *read.expected], plan, written, shown, (steps, tables, begun)
+        )
+
+    def note(self, plan: TilePlan[T], name: str, has_failed: bool) -> None:
+        """Tells the store that the writes of a plan have been made, or that they failed."""
+        if plan.writes is not None:
+            self._store.plans.note(plan.writes, name, has_failed, plan.written)
+
+    def _transfers(self, ops: Sequence[Op]) -> list[Transfer]:
+        queues = self._store.queues if ops else None
+        return [
+            Transfer(queues.handle_of(op.fd), op.address, op.length, op.offset, op.fd)
+            for op in ops
+            if queues is not None
+        ]

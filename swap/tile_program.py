@@ -1,0 +1,229 @@
+"""TileProgram: the binding of a native step program (native/tiermem.h), which steps tiles without Python and the GIL."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tiermem.swap.native import NORMAL, Workers, check, check_process, ffi, lib, mirror
+from tiermem.swap.ranges import ByteRange, Numbers
+
+ONE_READ, ONE_WRITE, AWAITED = int(lib.TM_RUN_ONE_READ), int(lib.TM_RUN_ONE_WRITE), int(lib.TM_RUN_AWAITED)
+CALLED, BEGUN, BROUGHT = int(lib.TM_TILE_CALLED), int(lib.TM_TILE_BEGUN), int(lib.TM_TILE_BROUGHT)
+CHECK_STAGE, STEP_STAGE = int(lib.TM_STAGE_CHECK), int(lib.TM_STAGE_STEP)
+WRITE_STAGE = int(lib.TM_STAGE_WRITE)
+
+_PIECE = mirror("tm_piece")
+
+PieceRows = npt.NDArray[Any]
+"""Checksummed pieces, as an array of tm_piece."""
+
+
+class Transfer(NamedTuple):
+    """One transfer of a tile. `queue` is the handle of its native queue."""
+
+    queue: Any
+    address: int
+    length: int
+    offset: int
+    fd: int
+
+
+class NativeTile(NamedTuple):
+    """A tile as the program gets it. Addresses are those in the first buffer."""
+
+    key: int
+    unit: int
+    flags: int
+    reads: Sequence[Transfer]
+    checks: PieceRows
+    steps: Sequence[Any]  # tm_step *
+    sums: PieceRows
+    writes: Sequence[Transfer]
+    weights: ByteRange = ByteRange(0, 0)
+
+
+class Failure(NamedTuple):
+    """The first failure of a run: the record of native/tiermem.h."""
+
+    error: int
+    stage: int
+    fd: int
+    kind: int
+    offset: int
+    length: int
+    tile: int
+    piece: int
+    seen: int
+    num_wrong: int
+
+
+class TileTimes(NamedTuple):
+    """What became of a tile: the record of native/tiermem.h; pairs of CLOCK_MONOTONIC nanoseconds, 0: it did not happen."""
+
+    begun_ns: tuple[int, int]
+    read_ns: tuple[int, int]
+    waited_ns: tuple[int, int]
+    check_ns: tuple[int, int]
+    step_ns: tuple[int, int]
+    sum_ns: tuple[int, int]
+    write_ns: tuple[int, int]
+    read_bytes: int
+    written_bytes: int
+    is_writing: int
+    is_ended: int
+
+
+def piece_rows(addresses: Numbers, num_bytes: Numbers, crcs: Numbers, is_known: Numbers) -> PieceRows:
+    """Pieces from the addresses of their bytes, checksums and flags; 0: no flag. The caller keeps all alive."""
+    rows = np.zeros(len(addresses), _PIECE)
+    rows["data"], rows["bytes"], rows["crc"], rows["is_known"] = addresses, num_bytes, crcs, is_known
+    return rows
+
+
+NO_PIECES = piece_rows(*[np.empty(0, np.int64)] * 4)
+
+
+class TileProgram:
+    """A native step program with its own thread. Methods may be called from any thread; they raise OSError as `check` does.
+
+    Args:
+        workers: threads that kernels share; they outlive the program.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        program = ffi.new("tm_program **")
+        check(lib.tm_program_open(workers.handle, program), "starting the thread of a step program")
+        self._handle, self._owner = program[0], os.getpid()
+
+    @property
+    def handle(self) -> Any:
+        """The native program. Raises RuntimeError in a forked child and after `close`."""
+        check_process(self._owner, "this step program")
+        if self._handle == ffi.NULL:
+            raise RuntimeError("this step program is closed")
+        return self._handle
+
+    def begin(self, buffers: Sequence[ByteRange], tiles: Sequence[NativeTile]) -> None:
+        """Starts to read tiles before their run, one for each buffer. Does not block."""
+        given, keep = _tiles(tiles)
+        code = lib.tm_program_begin(self.handle, *_buffers(buffers), given, len(tiles))
+        del keep
+        check(code, f"beginning to read {len(tiles)} tiles")
+
+    def run(
+        self, buffers: Sequence[ByteRange], tiles: Sequence[NativeTile], total: int, flags: int, priority: int = NORMAL
+    ) -> None:
+        """Starts a run of `total` tiles, or the rest of a begun one, with the first of them; `add` gives the others.
+
+        Does not block. What the tiles point at stays until the end.
+        """
+        given, keep = _tiles(tiles)
+        code = lib.tm_program_run(self.handle, *_buffers(buffers), given, len(tiles), total, priority, flags)
+        del keep
+        check(code, f"starting a program of {total} tiles")
+
+    def add(self, tiles: Sequence[NativeTile]) -> bool:
+        """Gives the run more tiles, while others are stepped. False: it has ended already. Does not block."""
+        given, keep = _tiles(tiles)
+        code = lib.tm_program_add(self.handle, given, len(tiles))
+        del keep
+        return check(code, f"adding {len(tiles)} tiles to a program") == 0
+
+    def next(self, timeout_s: float) -> tuple[int, int] | bool:
+        """Waits for a tile that is called or brought. Returns its index and that of its buffer (-1: none).
+
+        Both are the caller's until `done`. True: the run has ended. False: timeout_s has passed; negative: it never does.
+        """
+        tile, buffer = ffi.new("uint64_t *"), ffi.new("int32_t *")
+        code = lib.tm_program_next(self.handle, int(timeout_s * 1e9), tile, buffer)
+        if code == -errno.ETIMEDOUT:
+            return False
+        return True if check(code, "waiting for a tile") else (tile[0], buffer[0])
+
+    def done(self, tile: int, has_failed: bool) -> None:
+        """Ends the work on a tile of `next`."""
+        check(lib.tm_program_done(self.handle, tile, errno.EIO if has_failed else 0), "ending the work on a tile")
+
+    def wait(self, unit: int, is_written: bool, timeout_s: float) -> bool | None:
+        """Whether a unit's tiles are stepped, or written as well; None after timeout_s; False when the run ended before."""
+        code = lib.tm_program_wait(self.handle, unit, is_written, int(timeout_s * 1e9))
+        return None if code == -errno.ETIMEDOUT else check(code, f"waiting for unit {unit}") == 0
+
+    def take(self, tile: int, address: int) -> bool:
+        """Asks for a tile's new weights at an address; False: read them from disk. Address 0 takes the request back."""
+        to = ffi.cast("void *", address)
+        return check(lib.tm_program_take(self.handle, tile, to), "taking a tile's weights") == 1
+
+    def quiet(self) -> None:
+        """Blocks until no transfer is under way: a run ends first. Does nothing after `close`."""
+        if self._handle != ffi.NULL:
+            check(lib.tm_program_quiet(self.handle), "waiting for a step program")
+
+    def stop(self) -> None:
+        """Ends a run early, or drops what was begun. Blocks for transfers in flight."""
+        check(lib.tm_program_stop(self.handle), "stopping a step program")
+
+    def failure(self) -> Failure | None:
+        """The first failure of the run."""
+        failure = ffi.new("tm_failure *")
+        check(lib.tm_program_report(self.handle, ffi.NULL, 0, failure), "reading a program's failure")
+        return Failure(*(getattr(failure, name) for name in Failure._fields)) if failure.error else None
+
+    def times(self, num_tiles: int) -> list[TileTimes]:
+        """What became of each tile of the run, which has ended."""
+        times, failure = ffi.new("tm_tile_times[]", num_tiles), ffi.new("tm_failure *")
+        check(lib.tm_program_report(self.handle, times, num_tiles, failure), "reading a program's report")
+        return [_times(each) for each in times]
+
+    def close(self) -> None:
+        """Stops, and ends the thread. Does nothing in a forked child and in a second call."""
+        handle, self._handle = self._handle, ffi.NULL
+        if handle != ffi.NULL and os.getpid() == self._owner:
+            check(lib.tm_program_close(handle), "ending a step program")
+
+
+def end_kernels(programs: Sequence[TileProgram], workers: Workers) -> None:
+    """Closes programs, then the threads that their kernels share. Blocks for transfers. A second call does nothing."""
+    for program in programs:
+        program.close()
+    workers.close()
+
+
+def _times(times: Any) -> TileTimes:
+    pairs: list[Any] = [tuple(getattr(times, name)) for name in TileTimes._fields[:7]]
+    return TileTimes(*pairs, *(getattr(times, name) for name in TileTimes._fields[7:]))
+
+
+def _buffers(buffers: Sequence[ByteRange]) -> tuple[Any, int, int]:
+    starts = ffi.new("void *[]", [ffi.cast("void *", address) for address, _ in buffers])
+    return starts, len(buffers), buffers[0].num_bytes if buffers else 0
+
+
+def _tiles(tiles: Sequence[NativeTile]) -> tuple[Any, list[Any]]:
+    """An array of tm_tile, and what it points at."""
+    given, keep = ffi.new("tm_tile[]", len(tiles)), []
+    for slot, tile in zip(given, tiles, strict=True):
+        slot.key, slot.unit, slot.flags = tile.key, tile.unit, tile.flags
+        reads, writes = _transfers(tile.reads), _transfers(tile.writes)
+        steps = ffi.new("tm_step *[]", list(tile.steps))
+        slot.num_reads, slot.num_writes, slot.num_steps = len(tile.reads), len(tile.writes), len(tile.steps)
+        slot.reads, slot.writes, slot.steps = reads, writes, ffi.cast("const tm_step *const *", steps)
+        slot.num_checks, slot.num_sums = len(tile.checks), len(tile.sums)
+        slot.checks = ffi.cast("const tm_piece *", tile.checks.ctypes.data)
+        slot.sums = ffi.cast("const tm_piece *", tile.sums.ctypes.data)
+        slot.weights, slot.weight_bytes = ffi.cast("void *", tile.weights.offset), tile.weights.num_bytes
+        keep += [reads, writes, steps, tile]
+    return given, keep
+
+
+def _transfers(transfers: Sequence[Transfer]) -> Any:
+    cast = ffi.cast
+    return ffi.new(
+        "tm_transfer[]", [(t.queue, cast("void *", t.address), t.length, t.offset, t.fd, 0) for t in transfers]
+    )

@@ -1,0 +1,122 @@
+"""StepRun: the run of an optimizer step over a model's tiles, which may go on under the next forward; whether states are whole.
+
+    step       `start` starts the run and returns. Units that can be read without a fetch have been stepped by then
+    forward    `read` and `await_unit`: the fetch of a unit waits for the unit's own tiles, and takes new weights from memory
+    backward   with overlap "backward", tiles are stepped beside what they replace (optim/tentative.py). Nothing reads the
+               results before `start` has committed them, so that no step is under way until then
+    the end    `finish` waits for the last write. Every other access to what rests calls it first:
+
+        Values               each read and write of weights, states and gradients where they rest
+        GradientHomes        each look at the values of `p.grad`, and each change of them
+        Shards.check_whole   each step, save, load and replacement of values
+        Hooks                the begin of a backward, which replaces the gradients that the run reads
+        RestingParameter     `ds_tensor`, a view of weights in host memory
+        Shards.close         the end
+
+Errors of reads, checksums and kernels are raised by the fetch of a unit that needs them, all others by `finish`. Either way the
+model is torn afterwards: its states are of two different steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.checksum import Range
+from tiermem.swap.move import Move
+from tiermem.swap.native import NORMAL
+from tiermem.swap.program import Program
+from tiermem.swap.run_read import RunRead
+from tiermem.swap.tile_plan import TileWork
+from tiermem.zero.plan import Plan
+
+
+def overlap_of(policy: OffloadPolicy, plan: Plan, is_gpu: bool) -> Literal["none", "forward", "backward"]:
+    """What runs beside the steps of a model, by its policy: see `OffloadPolicy.overlap`."""
+    units = plan.division.units
+    is_possible = policy.pipeline_read and policy.pipeline_write and not policy.step_in_backward
+    if not is_possible or not any(unit.is_trainable and not unit.is_resident for unit in units):
+        return "none"
+    if policy.overlap == "auto" and policy.durability == "step":
+        return "none"  # each step is committed before `step` returns
+    if policy.overlap == "auto":
+        return "forward" if plan.states is Tier.NVME or (plan.states is Tier.HOST and is_gpu) else "none"
+    if policy.overlap == "backward" and plan.attempt_disk_bytes:
+        return "backward"
+    return "none" if policy.overlap == "none" else "forward"
+
+
+class StepRun:
+    """The step under way, if there is one. For one thread at a time, but for `read` and the methods of what it returns.
+
+    program: runs the tiles of the model.
+    """
+
+    def __init__(self, program: Program[Any]) -> None:
+        self.is_torn = False  # a step or a restore failed half-way
+        self.num_redone = 0  # steps whose tiles were stepped in backward, dropped and stepped again
+        self._program = program
+
+    def start(
+        self, tiles: Sequence[Any], work: TileWork[Any], at_once: Sequence[int], lane: str, commits: bool = False
+    ) -> None:
+        """Starts a step, and blocks until some units are stepped; a run that Python takes part in, until its end.
+
+        at_once: the numbers of these units. commits: whether the tentative run has stepped its tiles as this step would; they
+        are then not stepped again, unless it has failed. Raises what a run raises.
+        """
+        is_attempted = bool(self._program.attempted)
+        if commits and is_attempted and not self._program.has_failed:
+            self._program.commit(tiles, work)
+        else:
+            self.num_redone += is_attempted
+            self._program.start(tiles, work, lane=lane)
+        if not self._program.is_native:
+            self._program.finish()
+        for unit in at_once:
+            self._program.wait(unit)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the last step has not been finished."""
+        return self._program.is_running
+
+    def is_stepped(self, unit: int) -> bool:
+        """Whether a unit's weights at rest are those of the last step. Does not block."""
+        return self._program.is_stepped(unit)
+
+    def await_unit(self, unit: int) -> None:
+        """Blocks until a unit's weights in memory are those of the last step. Raises the error of the run."""
+        self._program.wait(unit)
+
+    def read(self, ranges: Sequence[Range], name: str, unit: int, priority: int = NORMAL) -> Move | RunRead:
+        """Starts reading a unit's weights of the last step, as `TensorStore.read`. Does not block, in any thread."""
+        return self._program.read(ranges, name, unit, priority)
+
+    def finish(self) -> None:
+        """Blocks until the last write of the step has ended. Raises its error, once; then the model is torn.
+
+        An interrupt leaves the step under way.
+        """
+        if not self.is_under_way:
+            return
+        try:
+            self._program.finish()
+        finally:
+            self.is_torn |= not self._program.is_running and self._program.has_failed
+
+    def abandon(self) -> None:
+        """Ends the step under way early, and forgets failures, because every state is about to be replaced. Blocks."""
+        self._program.drop()
+        self.is_torn = False
+
+    @contextlib.contextmanager
+    def changing_all(self) -> Iterator[None]:
+        """A block that changes many states. If it fails, the model is torn."""
+        try:
+            yield
+        except BaseException:
+            self.is_torn = True
+            raise
