@@ -118,8 +118,10 @@ def test_a_small_model_is_measured_and_nothing_is_left(tmp_path: Path, capsys: p
     assert (none["overlap"], window["overlap"]) == ("none", "forward")
     assert none["losses"] == window["losses"]
     assert none["moved_bytes"]["written_bytes"] == window["moved_bytes"]["written_bytes"] > 0
-    weight_bytes = 2 * figures["num_params"]  # so much of a turn's first fetches may come from memory or from disk
-    assert abs(window["moved_bytes"]["read_bytes"] - window["least_bytes"]["read_bytes"]) <= weight_bytes
+    weight_bytes = (
+        2 * figures["num_params"]
+    )  # what is written before it is wanted is read; and what is fetched ahead, or not
+    assert abs(window["moved_bytes"]["read_bytes"] - window["least_bytes"]["read_bytes"]) <= 2 * weight_bytes
     assert none["least_bytes"]["read_bytes"] > window["least_bytes"]["read_bytes"]
     assert all(
         row["iteration_s_median"] > 0 and set(row["limits_s"]) == {"compute", "disk", "link", "kernels"}
