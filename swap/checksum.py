@@ -32,7 +32,7 @@ from tiermem.swap.errors import DamagedEntry, Place
 from tiermem.swap.native import Op, Workers, crc32c_of
 from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import FileRange, Numbers
-from tiermem.swap.tile_program import NO_PIECES, PieceRows, piece_rows
+from tiermem.swap.tile_program import PieceRows, join_rows, piece_rows
 
 ROTATION = 16
 """With verify="sample", one in ROTATION reads of a piece is verified."""
@@ -102,14 +102,14 @@ class PieceTable:
 
     def inside(self, offset: int, num_bytes: int) -> slice:
         """Returns the pieces that lie completely in a range of the entry."""
-        first = int(np.searchsorted(self.pieces.starts, offset, "left"))
-        last = int(np.searchsorted(self.pieces.stops, offset + num_bytes, "right"))
+        first = int(self.pieces.starts.searchsorted(offset, "left"))
+        last = int(self.pieces.stops.searchsorted(offset + num_bytes, "right"))
         return slice(first, max(first, last))
 
     def touching(self, offset: int, num_bytes: int) -> slice:
         """Returns the pieces that share at least one byte with a range of the entry; none for an empty range."""
-        first = int(np.searchsorted(self.pieces.stops, offset, "right"))
-        last = int(np.searchsorted(self.pieces.starts, offset + num_bytes, "left"))
+        first = int(self.pieces.stops.searchsorted(offset, "right"))
+        last = int(self.pieces.starts.searchsorted(offset + num_bytes, "left"))
         return slice(first, max(first, last) if num_bytes else first)
 
     def put(self, which: slice | Numbers, crcs: Crcs) -> None:
@@ -134,8 +134,8 @@ class PieceTable:
         numbers: Numbers = inside.start + np.flatnonzero(chosen)
         return numbers
 
-    def rows(self, which: slice, base: int, crcs: Numbers, is_known: Numbers) -> PieceRows:
-        """These pieces for a program. base: the address at which the entry would begin; addresses of checksums and flags."""
+    def rows(self, which: slice, base: int, crcs: Crcs, is_known: npt.NDArray[np.bool_] | None) -> PieceRows:
+        """These pieces for a program. base: the address at which the entry would begin; where checksums and flags go."""
         starts, stops = self.pieces.starts[which], self.pieces.stops[which]
         return piece_rows(base + starts, stops - starts, crcs, is_known)
 
@@ -276,32 +276,23 @@ class Sums:
                     expected.append(_Expected(entry, table.pieces, due, table.crcs[due], data.data_ptr() - offset))
         return expected
 
-    def rows_of(self, ranges: Iterable[Range]) -> tuple[PieceRows, list[object]]:
-        """The pieces inside ranges that a program writes, for it to sum; and the tables' arrays, which stay alive until then.
+    def rows_of(self, ranges: Iterable[Range], is_apart: bool) -> tuple[PieceRows, list[Written], list[object]]:
+        """The pieces inside ranges that a program writes, for it to sum; their checksums; and flags.
 
-        Pieces that a range cuts become unknown at once.
+        The caller keeps all three until then. is_apart: the tables do not change before the checksums are given to `keep`. Else
+        they are the tables' own, and pieces that a range cuts become unknown at once.
         """
-        rows, keep = [NO_PIECES], list[object]()
+        rows, written, flags = list[PieceRows](), list[Written](), list[object]()
         for table, offset, data in self._tables_of(ranges):
             inside, touching = table.inside(offset, data.numel()), table.touching(offset, data.numel())
-            if inside != touching:
+            if not is_apart and inside != touching:
                 table.is_known[touching] = False
-            numbers = np.arange(inside.start, inside.stop)
-            crcs, is_known = table.crcs.ctypes.data + 4 * numbers, table.is_known.ctypes.data + numbers
-            rows.append(table.rows(inside, data.data_ptr() - offset, crcs, is_known))
-            keep += [table.crcs, table.is_known]
-        return np.concatenate(rows), keep
-
-    def rows_apart(self, ranges: Iterable[Range]) -> tuple[PieceRows, list[Written]]:
-        """As `rows_of`, with checksums that are of use when they are given to `keep`; until then the tables do not change."""
-        rows, written = [NO_PIECES], list[Written]()
-        for table, offset, data in self._tables_of(ranges):
-            inside = table.inside(offset, data.numel())
-            crcs: Crcs = np.zeros(inside.stop - inside.start, np.uint32)
-            places = crcs.ctypes.data + 4 * np.arange(len(crcs))
-            rows.append(table.rows(inside, data.data_ptr() - offset, places, np.zeros(len(crcs), np.int64)))
+            crcs = np.zeros_like(table.crcs[inside]) if is_apart else table.crcs[inside]
+            base = data.data_ptr() - offset
+            rows.append(table.rows(inside, base, crcs, None if is_apart else table.is_known[inside]))
             written.append(Written(table, offset, data.numel(), crcs))
-        return np.concatenate(rows), written
+            flags.append(table.is_known)
+        return join_rows(rows), written, flags
 
     def damage(
         self, expected: Expected, number: int, seen: int, num_wrong: int, ops: Sequence[Op], files: Mapping[int, str]
@@ -370,8 +361,7 @@ class _Expected(NamedTuple):
 
     def rows(self) -> PieceRows:
         """The pieces for a program, which compares them with `crcs`."""
-        places = self.crcs.ctypes.data + 4 * np.arange(len(self.crcs))
-        return piece_rows(self.base + self.starts, self.num_bytes, places, np.zeros(len(places), np.int64))
+        return piece_rows(self.base + self.starts, self.num_bytes, self.crcs)
 
 
 Expected = list[_Expected]

@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Expected, Range, Written
 from tiermem.swap.entry import WritePlan
@@ -20,7 +18,7 @@ from tiermem.swap.native import Op, step_struct
 from tiermem.swap.parts import Dither, StepParts, StepRule
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.store import TensorStore
-from tiermem.swap.tile_program import BEGUN, BROUGHT, CALLED, NO_PIECES, NativeTile, Transfer
+from tiermem.swap.tile_program import BEGUN, BROUGHT, CALLED, NO_PIECES, NativeTile, Transfer, join_rows
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -53,8 +51,8 @@ class TileWork(Protocol[T_contra]):
     def writes(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
         """What is written back."""
 
-    def shown(self, tile: T_contra, slot: Slot | None) -> Range | None:
-        """The one of `writes` that `Program.read` finds while the run is under way; None: there is none."""
+    def is_shown(self, tile: T_contra) -> bool:
+        """Whether `Program.read` finds the last of `writes` while the run is under way."""
 
     def steps(self, tile: T_contra, slot: Slot | None) -> Sequence[KernelStep] | None:
         """The native steps that are its work; None: `compute` does it."""
@@ -102,7 +100,7 @@ class TilePlans:
     def reads(self, tile: T, ranges: Sequence[Range], unit: int) -> TilePlan[T]:
         """The plan of a tile that is read before its run."""
         ops, expected = self._store.plans.reads(ranges)
-        checks = np.concatenate([NO_PIECES, *(each.rows() for each in expected)])
+        checks = join_rows([each.rows() for each in expected])
         native = NativeTile(id(tile), unit, 0, self._transfers(ops), checks, (), NO_PIECES, ())
         return TilePlan(tile, native, ops, expected)
 
@@ -111,14 +109,11 @@ class TilePlans:
     ) -> TilePlan[T]:
         """The plan of a tile of a run. begun: what was read before. Raises what `work` raises, NoSlotError and OSError."""
         early, late = work.early_reads(tile, slot), work.late_reads(tile, slot)
-        writes, steps, shown = work.writes(tile, slot), work.steps(tile, slot), work.shown(tile, slot)
+        writes, steps = work.writes(tile, slot), work.steps(tile, slot)
+        shown = writes[-1] if work.is_shown(tile) else None
         read = self.reads(tile, late if begun is not None else [*early, *late], work.unit(tile))
         plan = self._store.plans.writes(writes, is_apart) if writes else None
-        if is_apart:
-            sums, written = self._store.sums.rows_apart(writes)
-            tables: Sequence[object] = written
-        else:
-            (sums, tables), written = self._store.sums.rows_of(writes), []
+        sums, written, flags = self._store.sums.rows_of(writes, is_apart)
         native = read.native._replace(
             flags=CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None),
             key=read.native.key if begun is None else begun.native.key,
@@ -127,10 +122,10 @@ class TilePlans:
             writes=[] if plan is None else self._transfers(plan.ops),
             weights=ByteRange(0, 0) if shown is None else ByteRange(shown[2].data_ptr(), shown[2].numel()),
         )
+        keep = steps, written, flags, begun
         ops, expected = ([], []) if begun is None else (begun.ops, begun.expected)
-        return TilePlan(
-            tile, native, [*ops, *read.ops], [*expected, *read.expected], plan, written, shown, (steps, tables, begun)
-        )
+        apart = written if is_apart else ()
+        return TilePlan(tile, native, [*ops, *read.ops], [*expected, *read.expected], plan, apart, shown, keep)
 
     def note(self, plan: TilePlan[T], name: str, has_failed: bool) -> None:
         """Tells the store that the writes of a plan have been made, or that they failed."""

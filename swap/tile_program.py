@@ -79,14 +79,26 @@ class TileTimes(NamedTuple):
     is_ended: int
 
 
-def piece_rows(addresses: Numbers, num_bytes: Numbers, crcs: Numbers, is_known: Numbers) -> PieceRows:
-    """Pieces from the addresses of their bytes, checksums and flags; 0: no flag. The caller keeps all alive."""
-    rows = np.zeros(len(addresses), _PIECE)
-    rows["data"], rows["bytes"], rows["crc"], rows["is_known"] = addresses, num_bytes, crcs, is_known
+def piece_rows(
+    addresses: Numbers, num_bytes: Numbers, crcs: npt.NDArray[np.uint32], is_known: npt.NDArray[np.bool_] | None = None
+) -> PieceRows:
+    """Pieces from the addresses of their bytes, and the arrays of their checksums and flags, which the caller keeps alive."""
+    rows, numbers = np.zeros(len(addresses), _PIECE), np.arange(len(addresses))
+    rows["data"], rows["bytes"], rows["crc"] = addresses, num_bytes, crcs.ctypes.data + crcs.itemsize * numbers
+    if is_known is not None:
+        rows["is_known"] = is_known.ctypes.data + numbers
     return rows
 
 
-NO_PIECES = piece_rows(*[np.empty(0, np.int64)] * 4)
+NO_PIECES = np.zeros(0, _PIECE)
+
+
+def join_rows(several: Sequence[PieceRows]) -> PieceRows:
+    """Pieces one after the other."""
+    joined = np.concatenate(
+        [rows.view(np.uint8) for rows in (NO_PIECES, *several)]
+    )  # bytes, because fields take longer
+    return joined.view(_PIECE)
 
 
 class TileProgram:

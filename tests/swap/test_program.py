@@ -68,8 +68,8 @@ class Momentum:
     def writes(self, tile: str, slot: Slot | None) -> list[Range]:
         return self._ranges(tile, slot)
 
-    def shown(self, tile: str, slot: Slot | None) -> Range | None:
-        return next(iter(self._ranges(tile, slot)), None)
+    def is_shown(self, tile: str) -> bool:
+        return self._store.home_of(tile) is not Tier.HOST
 
     def steps(self, tile: str, slot: Slot | None) -> list[KernelStep] | None:
         return None if tile in self._called else [KernelStep(RULE, self._parts(tile, slot), None, False)]

@@ -47,7 +47,7 @@ class StateTile:
         """The dtype of its parameters."""
         return self.layout.dtype
 
-    @property
+    @functools.cached_property
     def state_bytes(self) -> int:
         """Bytes of its states where they rest."""
         return self.layout.total_bytes(self.numel)

@@ -199,9 +199,9 @@ class TilePass:
             ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, weights))
         return ranges
 
-    def shown(self, tile: Tile, slot: Slot | None) -> Range | None:
-        """The parameters among them, which the next forward reads while the step is under way."""
-        return None if tile.live.entry is None else self.writes(tile, slot)[-1]
+    def is_shown(self, tile: Tile) -> bool:
+        """Whether parameters, which the next forward reads while the step is under way, are the last of them."""
+        return tile.live.entry is not None
 
     def steps(self, tile: Tile, slot: Slot | None) -> list[KernelStep] | None:
         """The native steps that are the work on a tile. None: `compute` does it.
