@@ -370,6 +370,9 @@ class OverlapBenchOptions(Options):
     )
     is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
     overlap: str = option("forward", "what the steps run beside: forward or backward", check=OneOf(*OVERLAPS[2:]))
+    clipping: float | None = option(
+        None, "most norm of the gradients [default: that of `train`; 0, none, with backward]", check=at_least(0)
+    )
     rounds: int = option(3, "turns of each, one after the other", check=POSITIVE)
     iterations: int = option(2, "timed in each turn", check=POSITIVE)
     threads: int | None = option(None, "of everybody's maths [default: what torch takes]", check=CORES)

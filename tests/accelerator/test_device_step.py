@@ -163,8 +163,14 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(
+    ("ratio", "home"),
+    [
+        pytest.param(ratio, home, marks=[] if ratio == 0.5 or home == "host" else [pytest.mark.slow])
+        for ratio in (0.0, 0.5, 1.0)
+        for home in HOMES
+    ],
+)
 def test_bits_are_equal_whatever_the_ratio(ratio: float, home: str, sim: ModuleType, tmp_path: Path) -> None:
     for schedule in ("late", "random:1"):
         sim.set_schedule(schedule)

@@ -44,6 +44,7 @@ def test_a_step_that_one_rank_saved_opens_and_goes_on(saved: Path, tmp_path: Pat
     check(go_on(saved / "1" / preset / place, preset, tmp_path / "nvme"), due)
 
 
+@pytest.mark.slow
 def test_steps_that_two_ranks_saved_open_and_go_on(saved: Path, tmp_path: Path) -> None:
     script, out = Path(__file__).with_name("saved_before.py"), tmp_path / "ranks"
     out.mkdir()

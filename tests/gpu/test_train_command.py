@@ -21,6 +21,7 @@ SHAPE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_on_nvme_runs_on_the_device_and_tells_its_memory(accelerator: torch.device, tmp_path: Path) -> None:
     for package in ("transformers", "rich", "typer"):
         pytest.importorskip(package)

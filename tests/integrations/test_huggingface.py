@@ -48,7 +48,9 @@ from tiermem.integrations import choice
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [each if each in ("gpt2", "llama", "t5") else pytest.param(each, marks=pytest.mark.slow) for each in MODELS]
+)
 def test_losses_equal_the_plain_trainers_also_when_resumed(name: str, tmp_path: Path) -> None:
     plain, sharded = kinds_of(name)
     saves = saves_of(name)

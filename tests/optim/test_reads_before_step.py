@@ -250,23 +250,27 @@ def two_backwards_of_one_graph(model: nn.Module, optim: torch.optim.Optimizer) -
     optim.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        plain_steps,
-        micro_batches,
-        skipped_steps,
-        failed_backward,
-        weights_loaded_between,
-        states_read_between,
-        backward_of_a_part,
-        two_backwards_of_one_graph,
-    ],
-)
-@pytest.mark.parametrize(
-    "fields", [{}, {"grads": Tier.NVME}, {"params": Tier.HOST}, {"resident_bytes": 99_000}], ids=str
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+RUNS = [
+    plain_steps,
+    micro_batches,
+    skipped_steps,
+    failed_backward,
+    weights_loaded_between,
+    states_read_between,
+    backward_of_a_part,
+    two_backwards_of_one_graph,
+]
+FIELDS: list[dict[str, Any]] = [{}, {"grads": Tier.NVME}, {"params": Tier.HOST}, {"resident_bytes": 99_000}]
+DTYPES = [torch.float32, torch.bfloat16]
+CASES = [
+    pytest.param(run, fields, dtype, marks=[] if (i + j) % 2 == k else [pytest.mark.slow])
+    for i, run in enumerate(RUNS)
+    for j, fields in enumerate(FIELDS)
+    for k, dtype in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize(("run", "fields", "dtype"), CASES)
 def test_what_was_read_early_changes_no_bit(
     run: Run, fields: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_either_bound_of_the_time_is_enough() -> None:
 # ---- the command ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_small_model_is_measured_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, disk, out = tmp_path / "llama.json", tmp_path / "disk", tmp_path / "out.json"
     config.write_text(json.dumps(LLAMA))

@@ -445,7 +445,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.stderr.close()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_when_it_is_stopped_nothing_is_left(
     running: subprocess.Popen[str], tmp_path: Path, sent: signal.Signals
 ) -> None:

@@ -157,6 +157,7 @@ def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path
     assert not any((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.slow
 def test_training_sends_inputs_of_blocks_from_a_card_that_has_no_room_for_them(tmp_path: Path) -> None:
     """The choice is that of `plan`, it is in the report, and the device holds what it says."""
     pytest.importorskip("transformers")

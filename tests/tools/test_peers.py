@@ -70,6 +70,7 @@ def test_the_tokens_are_those_our_trainer_draws(tmp_path: Path) -> None:
     assert bytes(tokens[2, 1]) == corpus.window(5)
 
 
+@pytest.mark.slow
 def test_plain_pytorch_and_fsdp2_train_alike_and_report(tmp_path: Path) -> None:
     """Also without a GPU, where FSDP2 offloads nothing: both have fp32 masters, and multiply in bf16."""
     summaries = {}

@@ -91,6 +91,7 @@ def test_held_down_to_avx2_products_are_made_in_fp32_on_every_tier(
     assert "times slower here than fp32 products" in done.stdout and "give --precision auto" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_uses_what_was_tuned_and_leaves_its_reports_and_nothing_on_nvme(folder: Path) -> None:
     disk = folder / "disk"
     disk.mkdir()
@@ -164,6 +165,7 @@ def test_an_interrupt_finishes_the_step_and_reports(folder: Path) -> None:
     assert not [file for file in folder_of_run.iterdir() if file.name.startswith("tiermem-")]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_takes_its_trainer_with_it(folder: Path) -> None:
     with subprocess.Popen(command("--steps", "100000"), cwd=folder, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None

@@ -52,7 +52,8 @@ from tiermem.zero.unit import Unit
 #
 #     what                  read                                        written
 #     optimizer states      those that rest on NVMe                     the same
-#     weights, forward      all; under a step: those it does not step   -
+#     weights, forward      all; under a step: those it does not step,  -
+#                           and those it has written in backward
 #     weights, backward     all but those that the unit buffers hold    -
 #                           and those of embeddings
 #     weights, step         where the master is made with them          the stepped ones
@@ -73,6 +74,12 @@ class Least(NamedTuple):
         """All of them."""
         return IoCounts.total(self)
 
+    def with_steps_in_backward(self, written_bytes: int) -> Least:
+        """The least bytes when so much is written during backward: weights that were stepped there are fetched again."""
+        share = self.step.written_bytes / max(1, self.step.written_bytes + self.states.written_bytes)
+        again = round(share * max(0, written_bytes - self.gradients.written_bytes))
+        return self._replace(forward=IoCounts(self.forward.read_bytes + min(again, self.step.written_bytes), 0))
+
 
 def least_bytes(plan: Plan, uses: Sequence[Use], tiles: Sequence[Tile], overlap: str) -> Least:
     """The least bytes of an iteration with this plan.
@@ -80,7 +87,7 @@ def least_bytes(plan: Plan, uses: Sequence[Use], tiles: Sequence[Tile], overlap:
     Args:
         uses: the modules of a forward, in order.
         tiles: of the optimizer.
-        overlap: what a step runs beside: "none" or "forward".
+        overlap: what a step runs beside; "backward": under the next forward what backward has left.
     """
     on_nvme = [unit for unit in plan.division.units if plan.unit_homes.get(unit.index) is Tier.NVME]
     states = sum(tile.state_bytes for tile in tiles if tile.home is Tier.NVME)
@@ -115,6 +122,7 @@ class Turn(NamedTuple):
     iteration_s: float  # the mean of all but the first: begin of a forward to begin of the next, while steps may go on
     phases_s: dict[str, float]  # of an iteration as the program sees it, the median of all but the first
     limits_s: dict[str, float] | None  # for which resources were busy in an iteration, the median of all but the first
+    written_in_backward_bytes: int  # of an iteration, the median of all but the first
     store: IoCounts
     kernel: IoCounts
     by_path: list[IoCounts]
@@ -179,6 +187,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
             iteration_s=(steps[-1]["end_ns"] - steps[0]["end_ns"]) * 1e-9 / max(1, len(timed)),
             phases_s={f"{name}_s": statistics.median(each[f"{name}_s"] for each in timed or steps) for name in PHASES},
             limits_s=median_limits(steps),
+            written_in_backward_bytes=round(statistics.median(each["written_bytes"] for each in timed or steps)),
             store=moved,
             kernel=moved_by_kernel,
             by_path=[now.since(then) for now, then in zip(self._by_path(), by_path, strict=True)],
@@ -194,14 +203,16 @@ class Training(contextlib.AbstractContextManager["Training"]):
         times, meter = [time.monotonic_ns()], Meter(store.recorder, store.stats)
         loss = engine(**batch).loss
         times.append(time.monotonic_ns())
+        before = store.stats().nvme_written_bytes
         engine.backward(loss)
+        written = store.stats().nvme_written_bytes - before
         times.append(time.monotonic_ns())
         engine.step()
         times.append(time.monotonic_ns())
         seconds = {
             f"{name}_s": (end - start) * 1e-9 for name, start, end in zip(PHASES, times, times[1:], strict=False)
         }
-        figures = {"limits_s": meter.look().limits_s, "loss": float(loss.detach()), **seconds}
+        figures = {"limits_s": meter.look().limits_s, "loss": float(loss.detach()), "written_bytes": written, **seconds}
         return {"start_ns": times[0], "end_ns": times[-1], **figures}
 
     def _by_path(self) -> list[IoCounts]:

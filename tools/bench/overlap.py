@@ -9,7 +9,8 @@
 All take the same tokens, dtype and threads, and take turns, because a disk that others use drifts; medians are compared. A turn
 of the trainings begins with one iteration that is not timed: its step is what goes on under the first timed forward.
 
-    bytes        ours <= 1.02 of the least; ours and the kernel's (/proc/self/io) agree
+    bytes        ours <= 1.02 of the least, by what backward steps before it is timed; ours and the kernel's
+                 (/proc/self/io) agree
     iteration    <= 1.1 of the yardstick, or <= 0.70 of `none` where that is more
 
 Bytes of an iteration are those of a turn without those of a turn of one iteration, whose forward no step runs under.
@@ -87,13 +88,22 @@ class Trained(contextlib.AbstractContextManager["Trained"]):
             opened.callback(self._end)
             self.limit.attach(self._program.pid)
             self.facts: dict[str, Any] = self._say("facts")
-            self.least = Least(*(IoCounts(*counts) for counts in self.facts["least"].values()))
             self._turn(2)
+            self._before = self._turn(2)
             self._first = self._turn(1)
             self._opened = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
+
+    @property
+    def least(self) -> Least:
+        """The least bytes of an iteration, by what backward has stepped in the turns so far, medians of them."""
+        least = Least(*(IoCounts(*counts) for counts in self.facts["least"].values()))
+        if self.facts["overlap"] != "backward":
+            return least
+        turns = self.turns or [self._before]
+        return least.with_steps_in_backward(round(statistics.median(each.written_in_backward_bytes for each in turns)))
 
     @property
     def first_by_path(self) -> list[IoCounts]:
@@ -297,7 +307,11 @@ def _job_of(options: OverlapBenchOptions) -> Job:
         threads=options.threads,
     )
     job = make_job(given, "overlap", Path(options.paths[0]))
-    job = dataclasses.replace(job, config=settle_compute(job.config, job.shape)[0])
+    clipping = options.clipping
+    if clipping is None and options.overlap == "backward":
+        clipping = 0.0  # a step that is clipped is made after backward
+    config = job.config if clipping is None else {**job.config, "gradient_clipping": clipping}
+    job = dataclasses.replace(job, config=settle_compute(config, job.shape)[0])
     model = transformers().AutoModelForCausalLM
     with torch.device("meta"):
         num_params = sum(param.numel() for param in model.from_config(hf_config(job.shape)).parameters())
