@@ -26,7 +26,7 @@ ADDED = {
     "PEFT's adapters, frozen weights in int8 and nf4 blocks": (1, 197),
     "optimizers for ordinary parameters and DTensors, averages, exports, Lightning": (4, 1092),
     "the native step program, a step under the next forward": (4, 880),
-    "a step under backward, gradients of a device that come to tiles": (2, 294),
+    "a step under backward, gradients of a device that come to tiles": (3, 357),
     "bench overlap, overlap in forecasts and pictures, sustained rates": (5, 915),
     "activations and units chosen by cost, a KV cache's room, an accelerator that is emptied": (2, 496),
     "parameters that are unfrozen after sharding": (2, 372),

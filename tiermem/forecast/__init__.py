@@ -4,6 +4,7 @@ Files in order: each imports only files before it.
 
     rates      rates of disk, links and arithmetic; a simulator of tasks on lanes
     loads      modules and their units, bytes of tiles, payloads of collectives
+    course     what decides a training step; the units that are stepped under backward
     steps      a training step as tasks: reads, gathers, maths, tiles
     forecast   bytes per edge and seconds per phase; the choice of a plan by predicted time
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from tiermem.forecast.course import Course
 from tiermem.forecast.loads import MOST_TILES, Use, uses_of
 from tiermem.forecast.rates import Compute, Rates, Task, Timeline, play
-from tiermem.forecast.steps import BACKWARD, FORWARD, KERNELS, MATHS, STEP, TILE, Course, StepBuilder
+from tiermem.forecast.steps import BACKWARD, FORWARD, KERNELS, MATHS, STEP, TILE, StepBuilder
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.queue import busiest
@@ -57,8 +58,8 @@ class Forecast:
     payload_bytes: Mapping[str, Mapping[str, int]]
     """Payload of collectives by ranks ("shard", "within", ...) and phase, as zero/failures.py counts it."""
     busy_s: Mapping[str, Mapping[str, float]]
-    """Seconds of work by lane ("disk", "maths", ...) and phase, that of a step in the phase under which it goes on; the busiest
-    lane bounds the phase."""
+    """Seconds of work by lane ("disk", "maths", ...) and phase, where steps go on in the phase in which it takes place; the
+    busiest lane bounds the phase."""
     limits_s: Mapping[str, float]
     """Seconds for which each resource works in a step: "compute", "disk", "link" and "kernels", as in swap/queue.py. Lanes of
     one resource work at the same time: the busiest counts."""
@@ -148,17 +149,17 @@ def _second_step(timeline: Timeline) -> Forecast:
             lane, edge = busy.setdefault(task.lane, {}), moved.setdefault(task.edge, {})
             among = payloads.setdefault(task.among, {})
             among[phase] = among.get(phase, 0) + task.payload_bytes
-            lane[phase] = lane.get(phase, 0.0) + (0.0 if goes_on and phase == STEP else task.seconds)
+            lane[phase] = lane.get(phase, 0.0) + (0.0 if goes_on else task.seconds)
             edge[phase] = edge.get(phase, 0) + task.num_bytes
             if is_program:
                 begins_s.setdefault(phase, before_s)
                 seconds[phase] += max(0.0, end_s - before_s)
         if is_program:
             before_s = max(before_s, end_s)
-    for phase, begin_s in begins_s.items() if goes_on else ():  # steps work in the phases under which they go on
+    for phase, begin_s in begins_s.items() if goes_on else ():  # lanes work in the phases under which steps go on
         for task, task_s, end_s in zip(timeline.tasks, timeline.begin_s, timeline.end_s, strict=True):
             inside_s = min(end_s, begin_s + seconds[phase]) - max(task_s, begin_s)
-            if task.phase.startswith(STEP) and inside_s > 0:
+            if inside_s > 0:
                 busy[task.lane][phase] = busy[task.lane].get(phase, 0.0) + inside_s
     moved.pop("", None)
     payloads.pop("", None)

@@ -12,7 +12,9 @@
                read. With step_in_backward a unit's tiles are stepped when its gradients arrive, and backward waits for them
     overlap    with "forward", the program waits for the tiles of resident units alone. The others follow in the order of the
                next forward, behind its reads; a unit waits for its tiles and takes its weights from memory, and backward
-               waits for all writes. (In a run, a unit whose weights are written before they are wanted reads them.)
+               waits for all writes. (In a run, a unit whose weights are written before they are wanted reads them.) With
+               "backward" units are stepped when their gradients are home, as many of them as the disk has time for under
+               the maths of backward; the next forward reads their weights
 
 With accumulation "layers" the maths of a use, and the adding of its gradients, come once for each micro-batch between one fetch
 and the next; blocks are computed again in backward (zero/layerwise.py).
@@ -24,20 +26,18 @@ Lanes: `disk` (or `disk read` and `disk write` for a duplex disk), `network`, `n
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from tiermem.forecast.course import Course
 from tiermem.forecast.loads import Send, TileLoad, Use, gathers, reductions, tile_loads, updates
-from tiermem.forecast.rates import Rates, Task
-from tiermem.policy import OffloadPolicy, Tier
+from tiermem.forecast.rates import Task
+from tiermem.policy import Tier
 from tiermem.zero.packed import gathers_packed
-from tiermem.zero.plan import Plan, keeps_secondary
+from tiermem.zero.plan import keeps_secondary
 from tiermem.zero.prefetcher import Order, Prefetcher, limits_of
 from tiermem.zero.reduce import MOST_UNDER_WAY, Bucket, cut
 from tiermem.zero.state_layout import keeps_sums
-from tiermem.zero.step_run import overlap_of
-from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit
 from tiermem.zero.unit_state import UnitState
 
@@ -52,33 +52,6 @@ TILE = "tile"
 _BEHIND = 1  # priority of the head start's reads
 _GRAD_BUFFERS = 2
 _CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}  # fraction of the bytes read whose checksums are computed
-
-
-@dataclasses.dataclass(frozen=True)
-class Course:
-    """Everything that determines the tasks of a rank's step."""
-
-    uses: Sequence[Use]
-    plan: Plan
-    policy: OffloadPolicy
-    topology: Topology
-    rates: Rates  # this rank's part of the node's rates
-    is_gpu: bool
-    num_micro: int  # micro-batches of a step
-    most_tiles: int  # above this number, neighbouring tiles are merged
-    input_bytes: int = 0  # of the input of a checkpointed block; 0: nothing is recomputed
-
-    @property
-    def input_home(self) -> Tier | None:
-        """Where inputs of checkpointed blocks rest between forward and backward; None: they stay where the maths runs."""
-        home = self.policy.activations if self.input_bytes else None
-        return None if home is Tier.HOST and not self.is_gpu else home
-
-    @property
-    def overlap(self) -> str:
-        """What a step runs beside: "none" or "forward". A step that a GPU takes part in ends before the next forward."""
-        is_there = self.plan.kept_bytes or Tier.DEVICE in (self.plan.states, *self.plan.unit_homes.values())
-        return "none" if self.is_gpu and is_there else overlap_of(self.policy, self.plan, self.is_gpu)
 
 
 class _Reducing(NamedTuple):
@@ -117,11 +90,14 @@ class StepBuilder:
         self._taken: set[str] = set()  # blocks whose inputs are back
         self._stepping: dict[int, int] = {}  # unit -> the last kernel of its step, which the next fetch waits for
         self._step_writes: list[int] = []  # of a step that goes on, which backward waits for
+        self._whole, begun = course.stepped_early(self._loads)
+        self._early = self._whole | begun  # units that are stepped in backward, or begun there
+        self._written: dict[int, int] = {}  # unit -> the last write of its step in backward
 
     def build(self, num_steps: int) -> list[Task]:
         """Returns the tasks of num_steps steps in a row. A phase's name ends with the number of its step: "forward 0"."""
         for number in range(num_steps):
-            for micro in range(self._course.num_micro // self._at_once):
+            for micro in range(self._course.num_micro // self._course.at_once):
                 self._forward(number)
                 self._backward(number, micro)
             self._step(number)
@@ -146,10 +122,10 @@ class StepBuilder:
         """Adds a use's forward. A block's input leaves before it."""
         if use.block in self._blocks and use.block not in self._away:
             self._send_input(use.block)
-        self._run(use.name, use.units, use.forward_s * self._at_once)
+        self._run(use.name, use.units, use.forward_s * self._course.at_once)
 
     def _backward(self, number: int, micro: int) -> None:
-        self._phase = f"{BACKWARD} {number}"
+        self._phase, self._is_last = f"{BACKWARD} {number}", micro == self._course.num_micro // self._course.at_once - 1
         self._end_step()
         left = collections.Counter(index for use in self._course.uses for index in use.units)
         self._taken.clear()
@@ -157,7 +133,7 @@ class StepBuilder:
         for use in reversed(self._course.uses):
             if use.block in self._blocks and use.block not in self._taken:
                 self._take_input(use.block)
-            self._run(use.name, use.units if use.reads_again else (), use.backward_s * self._at_once)
+            self._run(use.name, use.units if use.reads_again else (), use.backward_s * self._course.at_once)
             for index in use.units:
                 left[index] -= 1
                 if not left[index] and self._units[index].is_trainable:
@@ -167,11 +143,6 @@ class StepBuilder:
                 self._receive(unit, is_first=micro == 0)
         while self._under_way:
             self._arrive()
-
-    @property
-    def _at_once(self) -> int:
-        """Micro-batches that one fetch of a unit serves."""
-        return self._course.num_micro if self._course.policy.accumulation == "layers" else 1
 
     def _run(self, name: str, units: Sequence[int], seconds: float) -> None:
         """Adds one module's maths after its units are present. The prefetcher begins reads ahead before the maths."""
@@ -224,7 +195,7 @@ class StepBuilder:
         if stepped := self._stepped(unit):
             return self._put(f"new {unit.name}", 2 * unit.shard_bytes, [self._last, *stepped], is_beside=True)
         self._unchecked.add(unit.index)
-        return self._read(unit.name, unit.shard_bytes, [self._last])
+        return self._read(unit.name, unit.shard_bytes, [self._last, self._written.pop(unit.index, -1)])
 
     def gather_unit(self, unit: Unit, read: int | None, has_second: bool) -> None:
         """Adds a unit's gather. The program waits for the unit's read first."""
@@ -272,7 +243,7 @@ class StepBuilder:
                 self._arrive()
             packed = self._last if course.is_gpu else self._put(f"pack {unit.name}", 2 * bucket.num_bytes, [self._last])
             self._goes_on(packed)
-            sends = reductions(bucket, course.topology) * self._at_once
+            sends = reductions(bucket, course.topology) * self._course.at_once
             sent = self._send(f"reduce {unit.name}", sends, packed)
             self._under_way.append(_Reducing(bucket, sent, is_first, number == len(buckets) - 1))
 
@@ -294,11 +265,11 @@ class StepBuilder:
         if course.plan.grads is Tier.DEVICE:  # they are added up there
             return
         if course.is_gpu:
-            crossing = unit.shard_bytes * self._at_once
+            crossing = unit.shard_bytes * self._course.at_once
             after = self._cross(f"from GPU {unit.name}", "link up", DEVICE_TO_HOST, crossing, after)
         grad_bytes = unit.shard_numel * course.policy.precision.grad_dtype(unit.dtype).itemsize
         streamed = unit.shard_bytes + grad_bytes * (1 if is_first else 2)
-        streamed += (self._at_once - 1) * (unit.shard_bytes + 2 * grad_bytes)  # of further micro-batches
+        streamed += (self._course.at_once - 1) * (unit.shard_bytes + 2 * grad_bytes)  # of further micro-batches
         if course.plan.grads is not Tier.NVME:
             after = self._put(f"add {unit.name}", streamed, [after])
         else:
@@ -310,8 +281,21 @@ class StepBuilder:
         self._goes_on(after)
         if course.policy.step_in_backward:
             self._prefetcher.outdate(self._played[unit.index])
-            writes = self._tiles([load for load in self._loads if load.unit == unit.index], [], after)
+            writes = self._tiles([load for load in self._loads if load.unit == unit.index], [], [after])
             self._last = self._add(f"stepped {unit.name}", MATHS, 0.0, [self._last, after, *writes])
+        elif self._is_last and unit.index in self._early:
+            self._step_early(unit, [after, *self._grad_writes[-1:]])
+
+    def _step_early(self, unit: Unit, at_home: list[int]) -> None:
+        """Steps a unit whose gradients are home while backward goes on."""
+        before, self._phase = self._phase, self._phase.replace(BACKWARD, STEP)
+        loads = [load for load in self._loads if load.unit == unit.index]
+        writes = self._tiles(loads, [], at_home, self._step_writes)
+        if unit.index in self._whole:
+            self._stepping.pop(unit.index)
+            self._written[unit.index] = writes[-1]
+        self._step_writes += writes
+        self._phase = before
 
     def _goes_on(self, after: int) -> None:
         """Makes the program wait for a task on the CPU; with a GPU it does not wait."""
@@ -323,7 +307,7 @@ class StepBuilder:
     def _begin_tiles(self) -> None:
         """Adds the head start: reads of the first tiles' states and weights, after all other reads."""
         course = self._course
-        has_none = self._begun or not course.plan.tiles.num
+        has_none = self._begun or self._early or not course.plan.tiles.num
         if has_none or not course.policy.pipeline_read or course.policy.step_in_backward:
             return
         lasting = [load.lasting_bytes for load in self._in_order() if load.lasting_bytes]
@@ -339,7 +323,7 @@ class StepBuilder:
         begun, self._begun = self._begun, []
         if not course.policy.step_in_backward:
             self._prefetcher.empty()
-            self._step_writes = self._tiles(self._in_order(), begun, self._last)
+            self._step_writes += self._tiles(self._in_order(), begun, [self._last], self._step_writes)
             if course.overlap == "none":
                 self._end_step()
         if course.topology.num_shards > 1 or course.is_gpu:
@@ -360,27 +344,32 @@ class StepBuilder:
         self._step_writes, self._stepping = [], {}
 
     def _in_order(self) -> list[TileLoad]:
-        """The tiles of a step: of resident units first, then in the order of the next forward."""
+        """The tiles that are stepped after backward: of resident units first, then in the order of the next forward."""
         expected = {unit: place for place, unit in enumerate(self._prefetcher.order.first_uses())}
 
         def place(load: TileLoad) -> int:
             return -1 if self._units[load.unit].is_resident else expected.get(load.unit, len(expected))
 
-        return sorted(self._loads, key=place)
+        return sorted((load for load in self._loads if load.unit not in self._early), key=place)
 
-    def _tiles(self, loads: Sequence[TileLoad], begun: list[int], first: int) -> list[int]:
-        """Adds read, kernel and write of each tile after the task `first`. Returns the writes."""
+    def _tiles(
+        self, loads: Sequence[TileLoad], begun: list[int], first: Sequence[int], earlier: Sequence[int] = ()
+    ) -> list[int]:
+        """Adds read, kernel and write of each tile after the tasks `first`. Returns the writes.
+
+        earlier: the writes of tiles that had the buffers before.
+        """
         policy, num_buffers = self._course.policy, max(1, self._course.plan.tiles.num)
         goes_on = self._course.overlap != "none"
-        priority = _BEHIND if goes_on else 0
         if goes_on:  # the program gives all tiles to the run before it returns
             planning_s = sum(load.num_tiles for load in loads) * self._rates.tile_s
             self._last = self._add("plan of tiles", MATHS, planning_s, [self._last])
         kernels: list[int] = []
-        writes: list[int] = []
+        writes = list(earlier)
         pending = list(begun)
-        for place, load in enumerate(loads):
-            after = [first]
+        for place, load in enumerate(loads, len(earlier)):
+            after, is_awaited = list(first), not goes_on or self._units[load.unit].is_resident
+            priority = 0 if is_awaited else _BEHIND
             if self._course.plan.tiles.num:
                 after += writes[place - num_buffers : place - num_buffers + 1] if place >= num_buffers else []
                 after += [] if policy.pipeline_read else kernels[-1:]
@@ -398,7 +387,7 @@ class StepBuilder:
                 self._last = self._add("stepped", MATHS, 0.0, [self._last, kernels[-1]])
             elif goes_on:
                 self._stepping[load.unit] = kernels[-1]
-        return writes
+        return writes[len(earlier) :]
 
     # ---- tasks ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,92 @@
+"""Course: everything that determines the tasks of a rank's step, and what follows from it alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tiermem.forecast.loads import TileLoad, Use
+from tiermem.forecast.rates import Rates
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.zero.plan import Plan
+from tiermem.zero.step_run import overlap_of
+from tiermem.zero.topology import Topology
+from tiermem.zero.unit import Unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """Everything that determines the tasks of a rank's step."""
+
+    uses: Sequence[Use]
+    plan: Plan
+    policy: OffloadPolicy
+    topology: Topology
+    rates: Rates  # this rank's part of the node's rates
+    is_gpu: bool
+    num_micro: int  # micro-batches of a step
+    most_tiles: int  # above this number, neighbouring tiles are merged
+    input_bytes: int = 0  # of the input of a checkpointed block; 0: nothing is recomputed
+
+    @property
+    def input_home(self) -> Tier | None:
+        """Where inputs of checkpointed blocks rest between forward and backward; None: they stay where the maths runs."""
+        home = self.policy.activations if self.input_bytes else None
+        return None if home is Tier.HOST and not self.is_gpu else home
+
+    @property
+    def overlap(self) -> str:
+        """What a step runs beside: see `overlap_of`. A step that a GPU takes part in ends before the next forward."""
+        is_there = self.plan.kept_bytes or Tier.DEVICE in (self.plan.states, *self.plan.unit_homes.values())
+        return "none" if self.is_gpu and is_there else overlap_of(self.policy, self.plan, self.is_gpu)
+
+    @property
+    def at_once(self) -> int:
+        """Micro-batches that one fetch of a unit serves."""
+        return self.num_micro if self.policy.accumulation == "layers" else 1
+
+    def stepped_early(self, loads: Sequence[TileLoad]) -> tuple[set[int], set[int]]:
+        """The units that the disk has time to step under the maths of the last backward, and those that it begins there.
+
+        Weights that backward fetches and gradients that it writes go first. loads: the tiles.
+        """
+        whole, begun, num_begun = set[int](), set[int](), 0
+        if self.overlap != "backward":
+            return whole, begun
+        plan, maths_s, disk_s = self.plan, 0.0, 0.0
+        units, last = (
+            plan.division.units,
+            {index: place for place, use in enumerate(reversed(self.uses)) for index in use.units},
+        )
+        uses = [
+            (use, [units[index] for index in use.units if last[index] == place])
+            for place, use in enumerate(reversed(self.uses))
+        ]
+        firm_s = [sum(self._firm_s(unit, use.reads_again) for unit in of_use) for use, of_use in uses]
+        all_s = sum(use.backward_s for use, _ in uses) * self.at_once
+        for place, (use, of_use) in enumerate(uses):
+            maths_s += use.backward_s * self.at_once
+            disk_s = max(disk_s, maths_s) + firm_s[place]
+            for unit in of_use:
+                of_unit = [load for load in loads if load.unit == unit.index]
+                if not of_unit or plan.unit_homes.get(unit.index) is not Tier.NVME:
+                    continue
+                disk_s += sum(self._disk_s(load.read_bytes, load.written_bytes) for load in of_unit)
+                if disk_s + sum(firm_s[place + 1 :]) <= all_s:
+                    whole.add(unit.index)
+                elif (num_begun := num_begun + len(of_unit)) <= plan.tiles.num:
+                    begun.add(unit.index)
+                else:
+                    return whole, begun
+        return whole, begun
+
+    def _firm_s(self, unit: Unit, reads_again: bool) -> float:
+        """Seconds of a unit's transfers in backward, beside those of its step."""
+        read_bytes = unit.shard_bytes if reads_again and self.plan.unit_homes.get(unit.index) is Tier.NVME else 0
+        is_written = unit.is_trainable and self.plan.grads is Tier.NVME
+        grad_bytes = unit.shard_numel * self.policy.precision.grad_dtype(unit.dtype).itemsize
+        return self._disk_s(read_bytes, grad_bytes if is_written else 0)
+
+    def _disk_s(self, read_bytes: int, written_bytes: int) -> float:
+        each = read_bytes / self.rates.disk_read_bytes_s, written_bytes / self.rates.disk_write_bytes_s
+        return max(each) if self.rates.is_disk_duplex else sum(each)
