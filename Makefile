@@ -30,10 +30,11 @@ CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
 demo: .venv/.installed
 	$(DEMO)
 
-# Three processes with one thread of maths each: tests wait for disks and other processes two fifths of their time, and threads
-# of OpenMP would wait in its spinning barrier for one another.
+# Three processes with one thread of maths each keep two cores busy while tests wait for disks and for one another's ranks;
+# threads of OpenMP would wait in its spinning barrier for one another.
 # Files in their own order: sorted by number of tests, the few long ones would come last, one after the other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+# Bytecode is written, also where the environment says otherwise: the tests start Python some hundred times.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.installed
 	@$(PYTEST)
@@ -69,10 +70,10 @@ SPACE := $() $()
 native-test: .venv/.tools
 	$(CMAKE) -S native -B build/asan -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON -DTIERMEM_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/asan
-	$(BIN)/ctest --test-dir build/asan --output-on-failure
+	$(BIN)/ctest --test-dir build/asan --output-on-failure -j 2
 	$(CMAKE) -S native -B build/tsan -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON -DTIERMEM_SANITIZE=thread
 	$(BIN)/cmake --build build/tsan --target $(THREADED:%=test_%)
-	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R "^($(subst $(SPACE),|,$(THREADED)))$$"
+	$(BIN)/ctest --test-dir build/tsan --output-on-failure -j 2 -R "^($(subst $(SPACE),|,$(THREADED)))$$"
 
 # What is there of the machine's own (threads, disks) is not tested under an emulator.
 ARM_TESTS ?= workers|parts|blocks|rounding|optimizer|gradient|checksum

@@ -94,6 +94,7 @@ static void copy_reads(const tm_tile &given, tm_program_tile *tile) {
     tile->key = given.key;
     tile->unit = given.unit;
     tile->flags = given.flags;
+    tile->turn = given.turn;
     tile->reads.assign(given.reads, given.reads + given.num_reads);
     tile->checks.assign(given.checks, given.checks + given.num_checks);
 }
@@ -171,6 +172,15 @@ static int copy_tiles(tm_program *p, const tm_tile *given, uint32_t n, bool has_
     return 0;
 }
 
+// Where a tile waits for its buffer: behind urgent ones and those whose turn is not later.
+static std::vector<uint32_t>::iterator place_in_order(tm_program *p, const tm_program_tile &placed) {
+    const auto first = p->order.begin() + p->num_admitted;
+    auto at = placed.flags & TM_TILE_BEGUN ? first : p->order.end();
+    while (at != first && !p->tiles[at[-1]].is_urgent && p->tiles[at[-1]].turn > placed.turn)
+        --at;
+    return at;
+}
+
 // Adds tiles for which there is room: begun ones first, which have their buffers.
 static void append(tm_program *p, std::vector<tm_program_tile> *tiles) {
     for (tm_program_tile &tile : *tiles) {
@@ -179,7 +189,7 @@ static void append(tm_program *p, std::vector<tm_program_tile> *tiles) {
         tm_program_tile *placed = &p->tiles[index];
         for (tm_flight &flight : placed->flights)
             flight.times = placed->times.begun_ns;
-        p->order.insert(placed->flags & TM_TILE_BEGUN ? p->order.begin() + p->num_admitted : p->order.end(), index);
+        p->order.insert(place_in_order(p, *placed), index);
         if (placed->flags & TM_TILE_BEGUN) {
             ++p->num_admitted;
             p->active.push_back(index);

@@ -42,7 +42,7 @@ struct tm_flight {
 
 struct tm_program_tile {
     uint64_t key, weight_bytes;
-    uint32_t unit, flags;
+    uint32_t unit, flags, turn;
     std::vector<tm_transfer> reads, writes;
     std::vector<tm_piece> checks, sums;
     std::vector<tm_step> steps;

@@ -398,7 +398,7 @@ int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, cons
  *                              +- called -+        the work of this tile is not native: a caller of tm_program_next
  * does it; or it brings bytes from elsewhere, and the step follows
  *
- *     read     as many tiles ahead as buffers are free, in the order of the tiles; tiles of an urgent unit first
+ *     read     as many tiles ahead as buffers are free, by their turns; tiles of an urgent unit first
  *     check    compares CRC-32Cs of what was read; a difference ends the run
  *     step     one tile at a time, the first in order that has been read, urgent ones first: tm_optimizer_step for each
  * of its parts; then its weights are copied to where tm_program_take asked for them sum      stores the CRC-32Cs of
@@ -444,7 +444,7 @@ typedef struct tm_tile {
     uint32_t num_steps;
     uint32_t num_sums;
     uint32_t num_writes;
-    uint32_t reserved;
+    uint32_t turn; /* a tile gets its buffer before those of later turns, and after those of its own given before it */
     const tm_transfer *reads;
     const tm_piece *checks;
     const tm_step *const *steps;

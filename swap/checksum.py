@@ -32,7 +32,7 @@ from tiermem.swap.errors import DamagedEntry, Place
 from tiermem.swap.native import Op, Workers, crc32c_of
 from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import FileRange, Numbers
-from tiermem.swap.tile_program import PieceRows, join_rows, piece_rows
+from tiermem.swap.tile_program import PieceRows, aim_rows, join_rows, moved_rows, piece_rows
 
 ROTATION = 16
 """With verify="sample", one in ROTATION reads of a piece is verified."""
@@ -97,6 +97,7 @@ class PieceTable:
         self.pieces = pieces
         self.crcs: Crcs = np.zeros(len(starts), np.uint32)
         self.is_known: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
+        self._rows = piece_rows(starts, stops - starts, self.crcs, self.is_known)
         self._serial = serial
         self._num_reads = np.zeros(len(starts), np.int64)
 
@@ -134,10 +135,11 @@ class PieceTable:
         numbers: Numbers = inside.start + np.flatnonzero(chosen)
         return numbers
 
-    def rows(self, which: slice, base: int, crcs: Crcs, is_known: npt.NDArray[np.bool_] | None) -> PieceRows:
-        """These pieces for a program. base: the address at which the entry would begin; where checksums and flags go."""
-        starts, stops = self.pieces.starts[which], self.pieces.stops[which]
-        return piece_rows(base + starts, stops - starts, crcs, is_known)
+    def rows(self, which: slice | Numbers, base: int, crcs: Crcs | None = None) -> PieceRows:
+        """These pieces for a program. base: the address at which the entry would begin. crcs: their checksums; None: those of
+        the table, with its flags."""
+        rows = moved_rows(self._rows[which], base)
+        return rows if crcs is None else aim_rows(rows, crcs)
 
     @contextlib.contextmanager
     def patching(self, offset: int, num_bytes: int) -> Iterator[None]:
@@ -148,7 +150,7 @@ class PieceTable:
             yield
         finally:
             crcs[touched], is_known[touched] = self.crcs[touched], False
-            self.crcs, self.is_known = crcs, is_known
+            self.crcs[:], self.is_known[:] = crcs, is_known
 
     def unknown(self) -> Numbers:
         """The numbers of the pieces whose checksum is not known."""
@@ -160,8 +162,8 @@ class PieceTable:
             return
         at = np.searchsorted(other.pieces.starts, self.pieces.starts).clip(max=len(other.pieces.starts) - 1)
         same = (other.pieces.starts[at] == self.pieces.starts) & (other.pieces.stops[at] == self.pieces.stops)
-        self.crcs = np.where(same, other.crcs[at], 0).astype(np.uint32)
-        self.is_known = same & other.is_known[at]
+        self.crcs[:] = np.where(same, other.crcs[at], 0)
+        self.is_known[:] = same & other.is_known[at]
 
 
 class Sums:
@@ -273,26 +275,24 @@ class Sums:
             if table is not None:
                 due = table.due(offset, data.numel(), rotates=self._verify == "sample")
                 if len(due):
-                    expected.append(_Expected(entry, table.pieces, due, table.crcs[due], data.data_ptr() - offset))
+                    expected.append(_Expected(entry, table, due, table.crcs[due], data.data_ptr() - offset))
         return expected
 
-    def rows_of(self, ranges: Iterable[Range], is_apart: bool) -> tuple[PieceRows, list[Written], list[object]]:
-        """The pieces inside ranges that a program writes, for it to sum; their checksums; and flags.
+    def rows_of(self, ranges: Iterable[Range], is_apart: bool) -> tuple[PieceRows, list[Written]]:
+        """The pieces inside ranges that a program writes, for it to sum; and their checksums.
 
-        The caller keeps all three until then. is_apart: the tables do not change before the checksums are given to `keep`. Else
+        The caller keeps both until then. is_apart: the tables do not change before the checksums are given to `keep`. Else
         they are the tables' own, and pieces that a range cuts become unknown at once.
         """
-        rows, written, flags = list[PieceRows](), list[Written](), list[object]()
+        rows, written = list[PieceRows](), list[Written]()
         for table, offset, data in self._tables_of(ranges):
             inside, touching = table.inside(offset, data.numel()), table.touching(offset, data.numel())
             if not is_apart and inside != touching:
                 table.is_known[touching] = False
             crcs = np.zeros_like(table.crcs[inside]) if is_apart else table.crcs[inside]
-            base = data.data_ptr() - offset
-            rows.append(table.rows(inside, base, crcs, None if is_apart else table.is_known[inside]))
+            rows.append(table.rows(inside, data.data_ptr() - offset, crcs if is_apart else None))
             written.append(Written(table, offset, data.numel(), crcs))
-            flags.append(table.is_known)
-        return join_rows(rows), written, flags
+        return join_rows(rows), written
 
     def damage(
         self, expected: Expected, number: int, seen: int, num_wrong: int, ops: Sequence[Op], files: Mapping[int, str]
@@ -308,7 +308,7 @@ class Sums:
             number -= len(each.numbers)
         start, length = int(each.starts[number]), int(each.num_bytes[number])
         place = Place(each.entry, start, length, _in_files(each.base + start, length, ops, files))
-        piece, written = each.pieces.name(int(each.numbers[number])), int(each.crcs[number])
+        piece, written = each.table.pieces.name(int(each.numbers[number])), int(each.crcs[number])
         others = f"{num_wrong - 1} more pieces of this read are wrong as well. " if num_wrong > 1 else ""
         return DamagedEntry(place, piece, written, seen, f"{others}{self._advice(place)}")
 
@@ -346,22 +346,22 @@ class _Expected(NamedTuple):
     """Pieces of one entry that a read brings, with their checksums when it started."""
 
     entry: str
-    pieces: Pieces
+    table: PieceTable
     numbers: Numbers
     crcs: Crcs
     base: int  # address at which the entry would begin
 
     @property
     def starts(self) -> Numbers:
-        return self.pieces.starts[self.numbers]
+        return self.table.pieces.starts[self.numbers]
 
     @property
     def num_bytes(self) -> Numbers:
-        return self.pieces.stops[self.numbers] - self.starts
+        return self.table.pieces.stops[self.numbers] - self.starts
 
     def rows(self) -> PieceRows:
         """The pieces for a program, which compares them with `crcs`."""
-        return piece_rows(self.base + self.starts, self.num_bytes, self.crcs)
+        return self.table.rows(self.numbers, self.base, self.crcs)
 
 
 Expected = list[_Expected]

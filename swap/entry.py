@@ -138,6 +138,8 @@ class Slots:
     def _within(self, start: int, stop: int) -> list[_Piece]:
         """Returns the pieces of [start, stop), cut at both ends."""
         first, last = self._touching(start, stop)
+        if last == first + 1:
+            return [_Piece(start, stop, *self._pieces[first][2:])]
         return [p._replace(start=max(p.start, start), stop=min(p.stop, stop)) for p in self._pieces[first:last]]
 
     def _touching(self, start: int, stop: int) -> tuple[int, int]:

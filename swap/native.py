@@ -50,7 +50,7 @@ NUM_LATENCY_BUCKETS = int(lib.TM_LATENCY_BUCKETS)
 READ, WRITE, SYNC = int(lib.TM_READ), int(lib.TM_WRITE), int(lib.TM_SYNC)
 URGENT, NORMAL, BACKGROUND = int(lib.TM_URGENT), int(lib.TM_NORMAL), int(lib.TM_BACKGROUND)
 
-_NUMPY_NAMES = {"uint64_t": np.uint64, "int32_t": np.int32}
+_NUMPY_NAMES = {"uint64_t": np.uint64, "int64_t": np.int64, "int32_t": np.int32}
 _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
 _RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
 SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
@@ -516,18 +516,8 @@ def store_gradient(
         return []
     num_blocks = (first_element + src.numel() - 1) // NORM_BLOCK - first_element // NORM_BLOCK + 1
     sums = ffi.new("double[]", num_blocks)
-    kind = _DTYPES[None if dst is None else dst.dtype]
-    code = lib.tm_gradient_store(
-        workers.handle,
-        src.numel(),
-        _pointer(dst),
-        kind,
-        _pointer(src),
-        _DTYPES[src.dtype],
-        accumulate,
-        first_element,
-        sums,
-    )
+    copied = _pointer(dst), _DTYPES[None if dst is None else dst.dtype], _pointer(src), _DTYPES[src.dtype]
+    code = lib.tm_gradient_store(workers.handle, src.numel(), *copied, accumulate, first_element, sums)
     check(code, "storing a gradient")
     return list(sums)
 
@@ -586,11 +576,17 @@ def _unmap(base: object, num_bytes: int, owner: int) -> None:
 
 
 def mirror(struct: str) -> np.dtype[Any]:
-    """The numpy type with the memory layout of a C struct of pointers and integers."""
+    """The numpy type with the memory layout of a C struct of pointers, integers and arrays of integers."""
     fields = dict(ffi.typeof(struct).fields)
-    formats = [np.uintp if f.type.kind == "pointer" else np.dtype(_NUMPY_NAMES[f.type.cname]) for f in fields.values()]
+    formats = [_format_of(field.type) for field in fields.values()]
     offsets = [f.offset for f in fields.values()]
     return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": ffi.sizeof(struct)})
+
+
+def _format_of(ctype: Any) -> Any:
+    if ctype.kind == "array":
+        return _format_of(ctype.item), ctype.length
+    return np.uintp if ctype.kind == "pointer" else np.dtype(_NUMPY_NAMES[ctype.cname])
 
 
 _OP_DTYPE = mirror("tm_op")

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-import dataclasses
 import errno
 import functools
 import itertools
@@ -38,14 +37,14 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.checksum import Range
 from tiermem.swap.move import Move
 from tiermem.swap.native import BACKGROUND, NORMAL, TransferError, Workers
 from tiermem.swap.ranges import ByteRange
-from tiermem.swap.run_read import SLICE_S, RunRead, RunState
+from tiermem.swap.run_read import SLICE_S, Running, RunRead
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tile_plan import TilePlan, TilePlans, TileWork
 from tiermem.swap.tile_program import (
@@ -58,59 +57,12 @@ from tiermem.swap.tile_program import (
     Failure,
     TileProgram,
     TileTimes,
+    bytes_of_rows,
 )
 
 T = TypeVar("T")
 
 _CHUNK = 4  # tiles that are planned at a time while others run
-
-
-class _Shown(NamedTuple):
-    """Bytes of an entry that a tile of a run changes."""
-
-    tile: int  # its index in the run
-    offset: int
-    num_bytes: int
-
-
-@dataclasses.dataclass
-class _Running(Generic[T]):
-    """A run under way."""
-
-    planned: list[TilePlan[T]]
-    work: TileWork[T]
-    lane: str
-    is_awaited: bool  # its caller does nothing but wait
-    shown: dict[str, list[_Shown]] = dataclasses.field(default_factory=dict)  # by entry
-    noted: set[int] = dataclasses.field(default_factory=set)  # tiles whose writes the store knows of
-    causes: list[Exception] = dataclasses.field(default_factory=list)  # of tiles that were not brought
-    is_cut: bool = False  # it failed before it was given all tiles
-    state: RunState = dataclasses.field(default_factory=RunState)
-
-    def cut(self) -> None:
-        """Notes that the other tiles are not given to it."""
-        self.is_cut = True
-
-    @property
-    def is_native(self) -> bool:
-        """Whether no tile needs its caller."""
-        return all(each.is_native for each in self.planned)
-
-    @property
-    def is_brought(self) -> bool:
-        """Whether tiles need bytes from elsewhere than disk, and nothing else of the caller."""
-        return self.is_native and any(each.is_brought for each in self.planned)
-
-    def take_on(self, work: TileWork[T]) -> None:
-        """Makes a tentative run the run of this work, which is that of its tiles."""
-        self.work = work
-
-    def show(self) -> None:
-        """Notes where reads find bytes of its tiles, when it has all of them."""
-        for index, each in enumerate(self.planned):
-            if (shown := each.shown) is not None:
-                entry, offset, data = shown
-                self.shown.setdefault(entry, []).append(_Shown(index, offset, data.numel()))
 
 
 class Program(Generic[T]):
@@ -130,9 +82,9 @@ class Program(Generic[T]):
         self._slots: list[Slot] = []  # buffers that are lent
         self._plans = TilePlans(store)
         self._begun: list[TilePlan[T]] = []
-        self._running: _Running[T] | None = None
-        self._tentative: _Running[T] | None = None
-        self._bringing: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
+        self._running: Running[T] | None = None
+        self._tentative: Running[T] | None = None
+        self._helper: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
         self._brought: concurrent.futures.Future[None] | None = None  # of the run under way
         self._reading = threading.RLock()  # held while a read begins, perhaps in another thread, and while a run ends
         self.num_native = 0  # tiles so far whose work was native steps
@@ -225,12 +177,11 @@ class Program(Generic[T]):
         try:
             planned = list(itertools.islice(plans, max(len(is_begun), _CHUNK)))
             self._program().run(self._buffers(), [each.native for each in planned], len(tiles), flags, priority)
-            self._running = _Running(planned, work, lane, bool(flags & AWAITED))
+            self._running = Running(planned, work, lane, bool(flags & AWAITED))
             self._add(self._running, plans)
             self._begun.clear()
             if self._running.is_brought:
-                self._bringing = self._bringing or concurrent.futures.ThreadPoolExecutor(1, "tiermem-bringing")
-                self._brought = self._bringing.submit(self._bring_all, self._running)
+                self._brought = self._help().submit(self._bring_all, self._running)
         except BaseException:
             self.drop()
             raise
@@ -239,33 +190,20 @@ class Program(Generic[T]):
         """Gives tiles to a tentative run, which begins with the first of them. Does not block for transfers.
 
         Its tiles are read, computed and written as those of a run, beside the bytes that they replace. Until `commit` no read
-        finds the results. `drop`, `start` and `run` discard them. Tiles that need their caller are left out.
+        finds the results. `drop`, `start` and `run` discard them. Tiles that need their caller are left out. What comes later
+        goes first, as the next forward needs it; what `commit` adds goes before all of these.
 
         total: the number of tiles of the run that it may become. Raises what `work` raises, NoSlotError and OSError as a write
         does; then nothing is given. False: the run has failed, or another one is under way.
         """
         if self._running is not None:
             return False
-        is_first = self._tentative is None
-        if is_first:
-            self.drop()
-            self._take_slots()
+        # The C library gives each thread its own part of the heap: plans would fill the holes that gradients leave here.
+        attempting = self._help().submit(self._attempt, tiles, work, total, lane)
         try:
-            plans = [self._plans.whole(tile, work, self._first_slot, None, is_apart=True) for tile in tiles]
-            plans = [each for each in plans if each.is_native and not each.is_brought]
-            if is_first and plans:
-                self._program().run(self._buffers(), [], total, 0, BACKGROUND)
-                self._tentative = _Running([], work, lane, False)
-        except BaseException:
-            if is_first:
-                self.drop()
-            raise
-        if self._tentative is None:
-            self._give_slots_back()
-            return True
-        is_added = self._program().add([each.native for each in plans])
-        self._tentative.planned.extend(plans if is_added else ())
-        return is_added and not self.has_failed
+            return attempting.result()
+        finally:
+            concurrent.futures.wait([attempting])  # also after an interrupt
 
     @property
     def attempted(self) -> list[T]:
@@ -334,7 +272,7 @@ class Program(Generic[T]):
                 return self._store.read(ranges, name, priority)
             return self._read(running, ranges, name, unit, priority)
 
-    def _read(self, running: _Running[T], ranges: Sequence[Range], name: str, unit: int, priority: int) -> RunRead:
+    def _read(self, running: Running[T], ranges: Sequence[Range], name: str, unit: int, priority: int) -> RunRead:
         taken, on_disk = list[int](), list[Range]()
         move: Move | None = None
         try:
@@ -382,8 +320,8 @@ class Program(Generic[T]):
     def close(self) -> None:
         """Ends a run early, drops what was begun, and ends the thread."""
         self.drop()
-        if self._bringing is not None:
-            self._bringing.shutdown()
+        if self._helper is not None:
+            self._helper.shutdown()
         if self._native is not None:
             self._native.close()
 
@@ -395,12 +333,35 @@ class Program(Generic[T]):
         if not self._slots:
             self._take_slots()
         if self._pool is not None and not self._slots:
-            what = f"{self._pool.count} buffers of {self._pool.slot_bytes} bytes"
-            raise RuntimeError(f"none of the {what} is free")
+            raise RuntimeError(f"none of the {self._pool.count} buffers of {self._pool.slot_bytes} bytes is free")
         for tile in tiles:
             yield self._plans.whole(tile, work, self._first_slot, begun.get(id(tile)))
 
-    def _add(self, running: _Running[T], plans: Iterator[TilePlan[T]]) -> None:
+    def _attempt(self, tiles: Iterable[T], work: TileWork[T], total: int, lane: str) -> bool:
+        """`attempt`, in the program's thread."""
+        is_first = self._tentative is None
+        if is_first:
+            self.drop()
+            self._take_slots()
+        try:
+            plans = [self._plans.whole(tile, work, self._first_slot, None, is_apart=True) for tile in tiles]
+            plans = [each for each in plans if each.is_native and not each.is_brought]
+            if is_first and plans:
+                self._program().run(self._buffers(), [], total, 0, BACKGROUND)
+                self._tentative = Running([], work, lane, False)
+        except BaseException:
+            if is_first:
+                self.drop()
+            raise
+        if self._tentative is None:
+            self._give_slots_back()
+            return True
+        planned = self._tentative.planned
+        is_added = self._program().add([each.native._replace(turn=total - len(planned)) for each in plans])
+        planned.extend(plans if is_added else ())
+        return is_added and not self.has_failed
+
+    def _add(self, running: Running[T], plans: Iterator[TilePlan[T]]) -> None:
         """Gives a run its other tiles, while it is under way."""
         while chunk := list(itertools.islice(plans, _CHUNK)):
             if not self._program().add([each.native for each in chunk]):
@@ -408,6 +369,11 @@ class Program(Generic[T]):
                 break  # it has failed: `finish` raises the error
             running.planned.extend(chunk)
         running.show()
+
+    def _help(self) -> concurrent.futures.ThreadPoolExecutor:
+        """A thread of the program, for what is not to be done in its caller's."""
+        self._helper = self._helper or concurrent.futures.ThreadPoolExecutor(1, "tiermem-program")
+        return self._helper
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -431,7 +397,7 @@ class Program(Generic[T]):
             program.done(index, has_failed)
         return False
 
-    def _bring_all(self, running: _Running[T]) -> None:
+    def _bring_all(self, running: Running[T]) -> None:
         """Brings what the tiles of a run need, until its end. In a thread of its own, which sleeps in between."""
         program = self._program()
         while isinstance(found := program.next(-1e-9), tuple):
@@ -449,7 +415,7 @@ class Program(Generic[T]):
         """Whether the run ends within the time."""
         return self._program().wait(-1, True, timeout_s) is not None
 
-    def _take(self, running: _Running[T], wanted: Range, taken: list[int], rest: list[Range]) -> bool:
+    def _take(self, running: Running[T], wanted: Range, taken: list[int], rest: list[Range]) -> bool:
         """Asks for the tiles of a run that change a range: adds those that will be copied to `taken`, other bytes to `rest`.
 
         False: a write has failed, perhaps that of these bytes.
@@ -471,14 +437,14 @@ class Program(Generic[T]):
             rest.append((entry, at, data[at - offset :]))
         return True
 
-    def _note(self, running: _Running[T], index: int, has_failed: bool) -> None:
+    def _note(self, running: Running[T], index: int, has_failed: bool) -> None:
         """Tells the store once that the writes of a tile have been made, or that they failed."""
         each = running.planned[index]
         if index not in running.noted:
             running.noted.add(index)
             self._plans.note(each, running.work.name(each.tile), has_failed)
 
-    def _error(self, running: _Running[T], is_raised: bool) -> OSError:
+    def _error(self, running: Running[T], is_raised: bool) -> OSError:
         """The error of a run that ended early; if it is raised, `finish` does not raise it again."""
         if is_raised:
             running.state.tell()
@@ -489,7 +455,7 @@ class Program(Generic[T]):
             return OSError(errno.ECANCELED, "the step was ended before this part of it")
         return self._error_of(failure, running)
 
-    def _settle(self, program: TileProgram, running: _Running[T]) -> None:
+    def _settle(self, program: TileProgram, running: Running[T]) -> None:
         """Notes what was written, and tells the recorder."""
         failure = program.failure()
         failed = failure.tile if failure is not None and failure.stage == WRITE_STAGE else -1
@@ -498,7 +464,7 @@ class Program(Generic[T]):
                 self._note(running, index, index == failed or not times.is_ended)
         self._report(program, running)
 
-    def _report(self, program: TileProgram, running: _Running[T]) -> None:
+    def _report(self, program: TileProgram, running: Running[T]) -> None:
         """Tells the recorder what became of the tiles of a run."""
         planned, work, end_ns = running.planned, running.work, 0
         ended = program.times(len(planned))
@@ -513,11 +479,10 @@ class Program(Generic[T]):
 
     def _record(self, each: TilePlan[T], times: TileTimes, name: str, lane: str, is_awaited: bool) -> None:
         add, native = self._store.recorder.add, each.native
-        num_read = times.read_bytes
-        for of, span in (name, times.begun_ns), (name, times.read_ns):
+        rest = 0 if times.begun_ns[1] else times.read_bytes
+        for span, num_read in (times.begun_ns, times.read_bytes), (times.read_ns, rest):
             if span[1]:
-                add("read", of, *span, num_read)
-                num_read = 0
+                add("read", name, *span, num_read)
         if times.waited_ns[1] and is_awaited:
             add("wait", name, *times.waited_ns)
         if times.check_ns[1]:
@@ -526,16 +491,16 @@ class Program(Generic[T]):
         if times.step_ns[1] and lane and each.is_native:
             add(lane, name, *times.step_ns, times.written_bytes)
         if times.sum_ns[1]:
-            add("check", f"{len(native.sums)} pieces", *times.sum_ns, int(native.sums["bytes"].sum()))
+            add("check", f"{len(native.sums)} pieces", *times.sum_ns, bytes_of_rows(native.sums))
         if times.write_ns[1]:
             add("write", name, *times.write_ns, times.written_bytes)
 
-    def _error_of(self, failure: Failure, running: _Running[T]) -> OSError:
+    def _error_of(self, failure: Failure, running: Running[T]) -> OSError:
         each, files = running.planned[failure.tile], self._store.queues.files
         name = running.work.name(each.tile)
         if failure.stage == CHECK_STAGE and failure.num_wrong:
-            of = failure.piece, failure.seen, failure.num_wrong
-            return self._store.sums.damage(each.expected, *of, each.ops, files)
+            piece = failure.piece, failure.seen, failure.num_wrong
+            return self._store.sums.damage(each.expected, *piece, each.ops, files)
         if failure.stage in (CHECK_STAGE, STEP_STAGE):
             error = OSError(failure.error, f"stepping {name!r}: {os.strerror(failure.error)}")
             error.__cause__ = next(iter(running.causes), None)

@@ -1,4 +1,4 @@
-"""RunRead: a read of bytes that a run of a step program changes. Where the new bytes of a tile come from:
+"""Running: a run of a step program; RunRead: a read of bytes that it changes. Where the new bytes of a tile come from:
 
     a tile that is not computed yet             the program copies its new bytes when it has computed them
     a tile that is computed, and not written    they are copied from its buffer at once
@@ -13,9 +13,13 @@ import dataclasses
 import errno
 import time
 from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from tiermem.swap.move import Move
+from tiermem.swap.tile_plan import TilePlan, TileWork
 from tiermem.swap.tile_program import TileProgram
+
+T = TypeVar("T")
 
 SLICE_S = 0.1
 """Seconds between looks for signals, such as Ctrl-C, while a thread waits for a program."""
@@ -36,6 +40,54 @@ class RunState:
     def end(self, error: OSError | None) -> None:
         """Notes its end."""
         self.is_over, self.error = True, error
+
+
+class Shown(NamedTuple):
+    """Bytes of an entry that a tile of a run changes."""
+
+    tile: int  # its index in the run
+    offset: int
+    num_bytes: int
+
+
+@dataclasses.dataclass
+class Running(Generic[T]):
+    """A run under way."""
+
+    planned: list[TilePlan[T]]
+    work: TileWork[T]
+    lane: str
+    is_awaited: bool  # its caller does nothing but wait
+    shown: dict[str, list[Shown]] = dataclasses.field(default_factory=dict)  # by entry
+    noted: set[int] = dataclasses.field(default_factory=set)  # tiles whose writes the store knows of
+    causes: list[Exception] = dataclasses.field(default_factory=list)  # of tiles that were not brought
+    is_cut: bool = False  # it failed before it was given all tiles
+    state: RunState = dataclasses.field(default_factory=RunState)
+
+    def cut(self) -> None:
+        """Notes that the other tiles are not given to it."""
+        self.is_cut = True
+
+    @property
+    def is_native(self) -> bool:
+        """Whether no tile needs its caller."""
+        return all(each.is_native for each in self.planned)
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether tiles need bytes from elsewhere than disk, and nothing else of the caller."""
+        return self.is_native and any(each.is_brought for each in self.planned)
+
+    def take_on(self, work: TileWork[T]) -> None:
+        """Makes a tentative run the run of this work, which is that of its tiles."""
+        self.work = work
+
+    def show(self) -> None:
+        """Notes where reads find bytes of its tiles, when it has all of them."""
+        for index, each in enumerate(self.planned):
+            if (shown := each.shown) is not None:
+                entry, offset, data = shown
+                self.shown.setdefault(entry, []).append(Shown(index, offset, data.numel()))
 
 
 class RunRead:

@@ -8,13 +8,13 @@ changed nothing that a read finds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Expected, Range, Written
 from tiermem.swap.entry import WritePlan
-from tiermem.swap.native import Op, step_struct
+from tiermem.swap.native import Op, ffi, step_struct
 from tiermem.swap.parts import Dither, StepParts, StepRule
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.store import TensorStore
@@ -31,6 +31,32 @@ class KernelStep(NamedTuple):
     parts: StepParts
     dither: Dither | None
     start_moments: bool
+
+
+class NativeStep(NamedTuple):
+    """A native step, and what it points at."""
+
+    struct: Any  # tm_step *
+    parts: StepParts
+
+
+class NativeSteps:
+    """Makes the native steps of one pass. Those of equal rules and the same tensors differ in their dither alone."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, NativeStep] = {}
+
+    def of(self, step: KernelStep) -> NativeStep:
+        """The native step of these arguments. Raises ValueError for parts that do not fit together."""
+        rule, parts, dither, start_moments = step
+        tensors = parts.weight, parts.master, parts.grad, *parts.moments
+        likeness = rule, start_moments, dither is None, *map(id, tensors)
+        if (like := self._made.get(likeness)) is None:
+            return self._made.setdefault(likeness, NativeStep(step_struct(*step), parts))
+        struct = ffi.new("tm_step *", like.struct[0])
+        if dither is not None:
+            struct.key, struct.step, struct.first_element = dither
+        return NativeStep(struct, parts)
 
 
 class TileWork(Protocol[T_contra]):
@@ -54,7 +80,7 @@ class TileWork(Protocol[T_contra]):
     def is_shown(self, tile: T_contra) -> bool:
         """Whether `Program.read` finds the last of `writes` while the run is under way."""
 
-    def steps(self, tile: T_contra, slot: Slot | None) -> Sequence[KernelStep] | None:
+    def steps(self, tile: T_contra, slot: Slot | None) -> Sequence[NativeStep] | None:
         """The native steps that are its work; None: `compute` does it."""
 
     def is_brought(self, tile: T_contra) -> bool:
@@ -113,16 +139,16 @@ class TilePlans:
         shown = writes[-1] if work.is_shown(tile) else None
         read = self.reads(tile, late if begun is not None else [*early, *late], work.unit(tile))
         plan = self._store.plans.writes(writes, is_apart) if writes else None
-        sums, written, flags = self._store.sums.rows_of(writes, is_apart)
+        sums, written = self._store.sums.rows_of(writes, is_apart)
         native = read.native._replace(
             flags=CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None),
             key=read.native.key if begun is None else begun.native.key,
-            steps=[step_struct(*step) for step in steps or ()],
+            steps=[step.struct for step in steps or ()],
             sums=sums,
             writes=[] if plan is None else self._transfers(plan.ops),
             weights=ByteRange(0, 0) if shown is None else ByteRange(shown[2].data_ptr(), shown[2].numel()),
         )
-        keep = steps, written, flags, begun
+        keep = steps, written, begun
         ops, expected = ([], []) if begun is None else (begun.ops, begun.expected)
         apart = written if is_apart else ()
         return TilePlan(tile, native, [*ops, *read.ops], [*expected, *read.expected], plan, apart, shown, keep)

@@ -18,10 +18,18 @@ CALLED, BEGUN, BROUGHT = int(lib.TM_TILE_CALLED), int(lib.TM_TILE_BEGUN), int(li
 CHECK_STAGE, STEP_STAGE = int(lib.TM_STAGE_CHECK), int(lib.TM_STAGE_STEP)
 WRITE_STAGE = int(lib.TM_STAGE_WRITE)
 
-_PIECE = mirror("tm_piece")
+_COLUMNS = list(mirror("tm_piece").names or ())  # each of 8 bytes
+_DATA, _BYTES, _CRC, _IS_KNOWN = map(_COLUMNS.index, ("data", "bytes", "crc", "is_known"))
 
-PieceRows = npt.NDArray[Any]
-"""Checksummed pieces, as an array of tm_piece."""
+_TILE_TIMES = mirror("tm_tile_times")
+
+PieceRows = npt.NDArray[np.uint64]
+"""Checksummed pieces: an array of tm_piece, one in each row."""
+
+Flags = npt.NDArray[np.bool_]
+
+NO_PIECES: PieceRows = np.zeros((0, len(_COLUMNS)), np.uint64)
+_UNIT_OF_DATA = np.array([column == "data" for column in _COLUMNS], np.uint64)
 
 
 class Transfer(NamedTuple):
@@ -46,6 +54,7 @@ class NativeTile(NamedTuple):
     sums: PieceRows
     writes: Sequence[Transfer]
     weights: ByteRange = ByteRange(0, 0)
+    turn: int = 0
 
 
 class Failure(NamedTuple):
@@ -79,26 +88,35 @@ class TileTimes(NamedTuple):
     is_ended: int
 
 
-def piece_rows(
-    addresses: Numbers, num_bytes: Numbers, crcs: npt.NDArray[np.uint32], is_known: npt.NDArray[np.bool_] | None = None
-) -> PieceRows:
+def piece_rows(addresses: Numbers, num_bytes: Numbers, crcs: npt.NDArray[np.uint32], is_known: Flags) -> PieceRows:
     """Pieces from the addresses of their bytes, and the arrays of their checksums and flags, which the caller keeps alive."""
-    rows, numbers = np.zeros(len(addresses), _PIECE), np.arange(len(addresses))
-    rows["data"], rows["bytes"], rows["crc"] = addresses, num_bytes, crcs.ctypes.data + crcs.itemsize * numbers
-    if is_known is not None:
-        rows["is_known"] = is_known.ctypes.data + numbers
+    rows = np.zeros((len(addresses), len(_COLUMNS)), np.uint64)
+    rows[:, _DATA], rows[:, _BYTES] = addresses, num_bytes
+    return aim_rows(rows, crcs, is_known)
+
+
+def aim_rows(rows: PieceRows, crcs: npt.NDArray[np.uint32], is_known: Flags | None = None) -> PieceRows:
+    """Sets the arrays that hold the rows' checksums and flags (None: no flags). Returns the rows."""
+    numbers = np.arange(len(rows), dtype=np.uint64)
+    rows[:, _CRC] = np.uint64(crcs.ctypes.data) + np.uint64(crcs.itemsize) * numbers
+    rows[:, _IS_KNOWN] = 0 if is_known is None else np.uint64(is_known.ctypes.data) + numbers
     return rows
 
 
-NO_PIECES = np.zeros(0, _PIECE)
+def moved_rows(rows: PieceRows, num_bytes: int) -> PieceRows:
+    """A copy of rows whose bytes lie so many bytes further on."""
+    moved: PieceRows = rows + _UNIT_OF_DATA * np.uint64(num_bytes)
+    return moved
+
+
+def bytes_of_rows(rows: PieceRows) -> int:
+    """The bytes of all pieces together."""
+    return int(rows[:, _BYTES].sum())
 
 
 def join_rows(several: Sequence[PieceRows]) -> PieceRows:
     """Pieces one after the other."""
-    joined = np.concatenate(
-        [rows.view(np.uint8) for rows in (NO_PIECES, *several)]
-    )  # bytes, because fields take longer
-    return joined.view(_PIECE)
+    return several[0] if len(several) == 1 else np.concatenate([NO_PIECES, *several])
 
 
 class TileProgram:
@@ -191,7 +209,9 @@ class TileProgram:
         """What became of each tile of the run, which has ended."""
         times, failure = ffi.new("tm_tile_times[]", num_tiles), ffi.new("tm_failure *")
         check(lib.tm_program_report(self.handle, times, num_tiles, failure), "reading a program's report")
-        return [_times(each) for each in times]
+        rows = np.frombuffer(ffi.buffer(times), _TILE_TIMES)
+        pairs: Any = [map(tuple, rows[name].tolist()) for name in TileTimes._fields[:7]]
+        return list(map(TileTimes, *pairs, *(rows[name].tolist() for name in TileTimes._fields[7:])))
 
     def close(self) -> None:
         """Stops, and ends the thread. Does nothing in a forked child and in a second call."""
@@ -207,11 +227,6 @@ def end_kernels(programs: Sequence[TileProgram], workers: Workers) -> None:
     workers.close()
 
 
-def _times(times: Any) -> TileTimes:
-    pairs: list[Any] = [tuple(getattr(times, name)) for name in TileTimes._fields[:7]]
-    return TileTimes(*pairs, *(getattr(times, name) for name in TileTimes._fields[7:]))
-
-
 def _buffers(buffers: Sequence[ByteRange]) -> tuple[Any, int, int]:
     starts = ffi.new("void *[]", [ffi.cast("void *", address) for address, _ in buffers])
     return starts, len(buffers), buffers[0].num_bytes if buffers else 0
@@ -221,7 +236,7 @@ def _tiles(tiles: Sequence[NativeTile]) -> tuple[Any, list[Any]]:
     """An array of tm_tile, and what it points at."""
     given, keep = ffi.new("tm_tile[]", len(tiles)), []
     for slot, tile in zip(given, tiles, strict=True):
-        slot.key, slot.unit, slot.flags = tile.key, tile.unit, tile.flags
+        slot.key, slot.unit, slot.flags, slot.turn = tile.key, tile.unit, tile.flags, tile.turn
         reads, writes = _transfers(tile.reads), _transfers(tile.writes)
         steps = ffi.new("tm_step *[]", list(tile.steps))
         slot.num_reads, slot.num_writes, slot.num_steps = len(tile.reads), len(tile.writes), len(tile.steps)

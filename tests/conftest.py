@@ -163,6 +163,10 @@ move. `pytest -m black_box` runs them."""
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests of BLACK_BOX; `-m` chooses afterwards."""
     here = Path(__file__).parent
+    chosen = {
+        path: any(path.relative_to(here).match(pattern) for pattern in BLACK_BOX)
+        for path in {item.path for item in items}
+    }
     for item in items:
-        if any(item.path.relative_to(here).match(pattern) for pattern in BLACK_BOX):
+        if chosen[item.path]:
             item.add_marker(pytest.mark.black_box)

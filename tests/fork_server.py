@@ -147,9 +147,10 @@ def _serve(name: str) -> None:
 
 
 def _import_everything() -> None:
+    # The first optimizer of a process imports it, which takes a second.
+    import torch._dynamo  # noqa: F401
 
     # Before there is a group, which it would hold: zero/joining.py.
-
     import tiermem.engine
     import tiermem.optim  # noqa: F401
 

@@ -231,6 +231,24 @@ static void test_tiles_are_added_while_the_run_goes_on(uint32_t num_at_first, ui
     CHECK_EQUAL(tm_program_add(world.program, &run.tiles[0], 1), 1); // it has ended
 }
 
+// One buffer, so that each tile is read when the one before it has ended.
+static void test_tiles_are_read_by_their_turns() {
+    World world(7);
+    Run run(&world, 1);
+    const uint32_t turns[] = {3, 5, 2, 5, 2, 4, 0};
+    for (uint32_t i = 0; i < 7; ++i)
+        run.tiles[i].turn = turns[i];
+    CHECK_EQUAL(run.start(), 0);
+    CHECK_EQUAL(run.wait(), 0);
+    std::vector<tm_tile_times> times;
+    CHECK_EQUAL(run.report(&times).error, 0);
+    const uint32_t expected[] = {6, 2, 4, 0, 5, 1, 3}; // as given within a turn
+    for (uint32_t i = 0; i < 7; ++i) {
+        world.check_tile(i, true);
+        CHECK(i == 0 || times[expected[i - 1]].write_ns[1] <= times[expected[i]].read_ns[0]);
+    }
+}
+
 static void test_a_run_that_never_gets_its_rest_is_stopped() {
     World world(6);
     Run run(&world, 2);
@@ -531,6 +549,7 @@ int main() {
     RUN(test_tiles_are_added_while_the_run_goes_on, 0, 0);
     RUN(test_tiles_are_added_while_the_run_goes_on, 5, 0);
     RUN(test_tiles_are_added_while_the_run_goes_on, 2, 2);
+    RUN(test_tiles_are_read_by_their_turns);
     RUN(test_a_run_that_never_gets_its_rest_is_stopped);
     RUN(test_begun_tiles_are_dropped);
     RUN(test_a_begun_read_that_fails_ends_the_run);

@@ -22,7 +22,7 @@ from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.program import Program
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
-from tiermem.swap.tile_plan import KernelStep
+from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps
 from tiermem.swap.tile_program import TileProgram
 
 NUMEL = 8192
@@ -48,6 +48,7 @@ class Momentum:
         self._store = store
         self._workers = workers
         self._called = called
+        self._native_steps = NativeSteps()
         self._fails_at = fails_at
         self._brought = brought
         self.computed: list[str] = []
@@ -71,8 +72,9 @@ class Momentum:
     def is_shown(self, tile: str) -> bool:
         return self._store.home_of(tile) is not Tier.HOST
 
-    def steps(self, tile: str, slot: Slot | None) -> list[KernelStep] | None:
-        return None if tile in self._called else [KernelStep(RULE, self._parts(tile, slot), None, False)]
+    def steps(self, tile: str, slot: Slot | None) -> list[NativeStep] | None:
+        step = KernelStep(RULE, self._parts(tile, slot), None, False)
+        return None if tile in self._called else [self._native_steps.of(step)]
 
     def is_brought(self, tile: str) -> bool:
         return tile in self._brought

@@ -48,37 +48,31 @@ class Course:
     def stepped_early(self, loads: Sequence[TileLoad]) -> tuple[set[int], set[int]]:
         """The units that the disk has time to step under the maths of the last backward, and those that it begins there.
 
-        Weights that backward fetches and gradients that it writes go first. loads: the tiles.
+        Weights that backward fetches and gradients that it writes go first, then the unit whose gradients came last, which the
+        next forward needs first. loads: the tiles.
         """
-        whole, begun, num_begun = set[int](), set[int](), 0
+        stepped: list[int] = []
         if self.overlap != "backward":
-            return whole, begun
-        plan, maths_s, disk_s = self.plan, 0.0, 0.0
-        units, last = (
-            plan.division.units,
-            {index: place for place, use in enumerate(reversed(self.uses)) for index in use.units},
-        )
-        uses = [
-            (use, [units[index] for index in use.units if last[index] == place])
-            for place, use in enumerate(reversed(self.uses))
-        ]
-        firm_s = [sum(self._firm_s(unit, use.reads_again) for unit in of_use) for use, of_use in uses]
-        all_s = sum(use.backward_s for use, _ in uses) * self.at_once
-        for place, (use, of_use) in enumerate(uses):
-            maths_s += use.backward_s * self.at_once
-            disk_s = max(disk_s, maths_s) + firm_s[place]
+            return set(), set()
+        plan, busy_s, end_s, is_begun = self.plan, 0.0, 0.0, False  # until then: the disk, and the maths
+        last = {index: place for place, use in enumerate(reversed(self.uses)) for index in use.units}
+        waiting: list[tuple[int, float]] = []  # units that are home, and the disk's seconds for each
+        for place, use in enumerate(reversed(self.uses)):
+            of_use = [plan.division.units[index] for index in use.units if last[index] == place]
+            end_s += use.backward_s * self.at_once
+            busy_s += sum(self._firm_s(unit, use.reads_again) for unit in of_use)
+            while waiting and busy_s < end_s:
+                index, seconds = waiting.pop()
+                busy_s += seconds
+                stepped.append(index)
+            is_begun, busy_s = busy_s > end_s, max(busy_s, end_s)
             for unit in of_use:
                 of_unit = [load for load in loads if load.unit == unit.index]
-                if not of_unit or plan.unit_homes.get(unit.index) is not Tier.NVME:
-                    continue
-                disk_s += sum(self._disk_s(load.read_bytes, load.written_bytes) for load in of_unit)
-                if disk_s + sum(firm_s[place + 1 :]) <= all_s:
-                    whole.add(unit.index)
-                elif (num_begun := num_begun + len(of_unit)) <= plan.tiles.num:
-                    begun.add(unit.index)
-                else:
-                    return whole, begun
-        return whole, begun
+                if of_unit and plan.unit_homes.get(unit.index) is Tier.NVME:
+                    seconds = sum(self._disk_s(load.read_bytes, load.written_bytes) for load in of_unit)
+                    waiting.append((unit.index, seconds))
+        begun = set(stepped[-1:]) if is_begun else set()
+        return set(stepped) - begun, begun
 
     def _firm_s(self, unit: Unit, reads_again: bool) -> float:
         """Seconds of a unit's transfers in backward, beside those of its step."""

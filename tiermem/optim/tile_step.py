@@ -22,8 +22,9 @@ The work on a tile is a function of the `Places` of each parameter in it:
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Range
 from tiermem.swap.native import Workers, narrow_part, widen_part
 from tiermem.swap.parts import Dither, Moment, StepParts
-from tiermem.swap.tile_plan import KernelStep
+from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps
 from tiermem.swap.torch_step import narrow_in_torch
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import FP32_BYTES, StateViews, is_positive
@@ -86,6 +87,9 @@ class Places(NamedTuple):
             yield self._replace(first=self.first + start, weight=weight, views=views)
 
 
+_Views = tuple[torch.Tensor, torch.Tensor | None, StateViews]
+"""The weight, the gradient and the states of a parameter in a tile."""
+
 Act = Callable[[Places], None]
 """Works on a parameter's elements in a tile, in place."""
 
@@ -126,6 +130,8 @@ class TilePass:
         self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
+        self._views_of: dict[Hashable, list[_Views]] = {}  # of tiles that are whole in a buffer, by their shape
+        self._native_steps = NativeSteps()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
         self._has_crossed = False  # whether data of this tile was copied to an accelerator
         self._copied: torch.Event | None = None  # the end of such copies, there and back
@@ -203,7 +209,7 @@ class TilePass:
         """Whether parameters, which the next forward reads while the step is under way, are the last of them."""
         return tile.live.entry is not None
 
-    def steps(self, tile: Tile, slot: Slot | None) -> list[KernelStep] | None:
+    def steps(self, tile: Tile, slot: Slot | None) -> list[NativeStep] | None:
         """The native steps that are the work on a tile. None: `compute` does it.
 
         That is the case for visits and fills, for a tile's first states, for steps of whole matrices and on an accelerator, and
@@ -215,7 +221,7 @@ class TilePass:
         for places in self._places(tile, slot):
             planned = self._act.plan(places)
             if isinstance(planned, KernelStep):
-                steps.append(planned)
+                steps.append(self._native_steps.of(planned))
             elif planned is not None or self._act.fills_weight(places):
                 return None
         return steps
@@ -235,12 +241,30 @@ class TilePass:
 
     def _places(self, tile: Tile, slot: Slot | None) -> Iterator[Places]:
         """The elements of each parameter in a tile."""
-        params, views = self._params(tile, slot), tile.layout.views(self._states(tile, slot), tile.numel)
-        grads, rank = self._gradients(tile, slot), self._shards.topology.shard_rank
+        rank = self._shards.topology.shard_rank
+        for part, (weight, grad, views) in zip(tile.ranges, self._views(tile, slot), strict=True):
+            names = self._moments_of(part.shard)
+            yield Places(tile, part.shard, part.first_element(rank), weight, grad, views, names)
+
+    def _views(self, tile: Tile, slot: Slot | None) -> list[_Views]:
+        """The weight, the gradient and the states of each parameter in a tile. Tiles of one shape have them in one place of a
+        buffer, and share their views."""
+        if slot is None or not self._is_in_buffer(tile):
+            return self._new_views(tile, slot)
+        places = [(part.in_unit.start - tile.start, part.numel) for part in tile.ranges]
+        shape = slot.offset, tile.numel, tile.dtype, tile.layout.num_moments, tile.room_bytes, *places
+        if (views := self._views_of.get(shape)) is None:
+            views = self._views_of[shape] = self._new_views(tile, slot)
+        return views
+
+    def _new_views(self, tile: Tile, slot: Slot | None) -> list[_Views]:
+        params, states = self._params(tile, slot), tile.layout.views(self._states(tile, slot), tile.numel)
+        grads, found = self._gradients(tile, slot), list[_Views]()
         for part in tile.ranges:
-            place, shard = tile.place_of(part), part.shard
-            own, grad = views.piece(place.start, part.numel), None if grads is None else grads[place]
-            yield Places(tile, shard, part.first_element(rank), params[place], grad, own, self._moments_of(shard))
+            place = tile.place_of(part)
+            own, grad = states.piece(place.start, part.numel), None if grads is None else grads[place]
+            found.append((params[place], grad, own))
+        return found
 
     def _start(self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor) -> None:
         """Makes a tile's first states: masters from the initial values or from the weight; moments are zero."""
@@ -289,6 +313,11 @@ class TilePass:
         is_here = shard is None or shard.device.type == "cpu"
         has_grads = self._grads is not None or grads is not Tier.DEVICE or self.is_brought(tile)
         return is_here and tile.home is not Tier.DEVICE and has_grads
+
+    def _is_in_buffer(self, tile: Tile) -> bool:
+        """Whether a step finds all of a tile in its buffer."""
+        has_grads = self._reads_gradients or self.is_brought(tile) or not self.is_step
+        return tile.home is Tier.NVME and tile.live.shard is None and has_grads
 
     def _near(self, tile: Tile, data: torch.Tensor) -> torch.Tensor:
         """A tile's data on the device of its work: the data itself, or a copy that `compute` copies back."""
@@ -391,7 +420,7 @@ class Stepping:
 
     def __init__(self, workers: Workers, rule_of: RuleOf, is_counted: bool = True) -> None:
         self._workers = workers
-        self._rule_of = rule_of
+        self._rule_of = functools.cache(rule_of)  # a parameter has several tiles
         self._ahead = 1 - is_counted
 
     def __call__(self, places: Places) -> None:

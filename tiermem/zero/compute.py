@@ -33,9 +33,9 @@ from tiermem.zero.topology import Topology
 # ---- the choice ------------------------------------------------------------------------------------------------------
 #
 # "measured" times the three products of a training step (x @ w.t(), grad @ w, grad.t() @ x) with weights of the model's own
-# shapes, no dimension longer than _MOST_SIDE: on one thread and in CPU time, so that other programs change little. CPUs
-# without instructions for 16-bit products are slower by factors of ten to hundreds, others by less than _SLOWER. An
-# accelerator computes in the dtype at rest.
+# shapes, no dimension longer than _MOST_SIDE or shorter than _LEAST_SIDE, where calls take longer than products: on one thread
+# and in CPU time, so that other programs change little. CPUs without instructions for 16-bit products are slower by factors of
+# ten to hundreds, others by less than _SLOWER. An accelerator computes in the dtype at rest.
 
 logger = logging.getLogger("tiermem")
 
@@ -43,7 +43,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _SLOWER = 3.0
 FAR_SLOWER = 10.0
 """Products at rest that are so many times slower than in fp32 are warned of."""
-_MOST_SIDE, _NUM_SHAPES = 1024, 2
+_LEAST_SIDE, _MOST_SIDE, _NUM_SHAPES = 256, 1024, 2
 _ROWS, _QUICK_S = (8, 64), 0.04
 _REPEATS = 3
 
@@ -83,7 +83,7 @@ class ComputeChoice(NamedTuple):
 
 def measure_products(shapes: Iterable[tuple[int, ...]], at_rest: torch.dtype) -> Products:
     """Times products with weights of some shapes, the most frequent first. Blocks for less than a second."""
-    sides = [tuple(min(side, _MOST_SIDE) for side in shape) for shape in shapes if len(shape) == 2]
+    sides = [tuple(max(_LEAST_SIDE, min(side, _MOST_SIDE)) for side in shape) for shape in shapes if len(shape) == 2]
     common = [shape for shape, _ in Counter(sides).most_common(_NUM_SHAPES)] or [(_MOST_SIDE, _MOST_SIDE)]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -37,6 +37,7 @@ from rich.table import Table
 from tiermem.precision import DTYPES
 from tiermem.swap.queue import busiest
 from tiermem.swap.run_folder import remove_dead_runs
+from tiermem.swap.tier import ALIGNMENT
 from tiermem.tools.bench.files import check_room
 from tiermem.tools.bench.iterations import Least, Turn
 from tiermem.tools.bench.stepped_model import SETTINGS, BareSetting, Roofline
@@ -322,9 +323,9 @@ def _job_of(options: OverlapBenchOptions) -> Job:
 
 
 def _spread(total: IoCounts, by_path: Sequence[IoCounts]) -> list[IoCounts]:
-    """Bytes on each path, in the proportion in which a training has moved its own."""
-    whole = sum(map(sum, by_path))
-    return [IoCounts(*(round(way * sum(each) / whole) for way in total)) for each in by_path]
+    """Bytes on each path, in the proportion in which a training has moved its own, in whole blocks of a disk."""
+    whole = ALIGNMENT * sum(map(sum, by_path))
+    return [IoCounts(*(ALIGNMENT * round(way * sum(each) / whole) for way in total)) for each in by_path]
 
 
 def _figures(
