@@ -127,7 +127,7 @@ class Dropping(zoo.Tower):
 
 
 def test_weights_are_read_twice_and_gradients_written_once(tmp_path: Path) -> None:
-    """The tolerance is what is read ahead at the ends of a step, and the embedding, which the tail's forward reads again.
+    """The tolerance is what is read ahead at both ends of a step, and the embedding, which the tail's forward reads again.
 
     No step goes on under a forward: what that one reads depends on the time that writes take.
     """
@@ -136,7 +136,7 @@ def test_weights_are_read_twice_and_gradients_written_once(tmp_path: Path) -> No
         train(copy.deepcopy(model), order, num, "nvme", tmp_path, None, {"overlap": "none"}).of_last_step
         for order, num in (("batches", 1), ("layers", 2), ("layers", 6), ("batches", 2))
     )
-    tolerance, weights = 3 * six.largest_unit, 14 * six.largest_unit
+    tolerance, weights = 6 * six.largest_unit, 14 * six.largest_unit
     assert two.written == six.written == once.written
     assert abs(two.read - once.read) <= tolerance
     assert abs(six.read - once.read) <= tolerance

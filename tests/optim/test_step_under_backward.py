@@ -113,6 +113,13 @@ HOMES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
     "compact": {"precision": tiermem.Precision.preset("compact")},
     "gradients on nvme": {"grads": Tier.NVME},
+    "weights in memory": {"params": Tier.HOST},
+    "fp32 weights in memory": {"params": Tier.HOST, "dtype": torch.float32},
+    "compact, weights in memory, half of them on nvme": {
+        "params": Tier.NVME,
+        "host_param_numel": 12_000,
+        "precision": tiermem.Precision.preset("compact"),
+    },
     "a part in memory": {"resident_bytes": 99_000},
     "each step durable": {"durability": "step"},
     "no durability": {"durability": "none"},
@@ -528,6 +535,40 @@ def test_it_takes_one_more_slot_which_the_plan_counts(tmp_path: Path, precision:
     assert plan.attempt_disk_bytes == plan.disk_bytes - less.disk_bytes
     assert num_bytes * numel <= plan.attempt_disk_bytes <= num_bytes * numel + 4096 * 4 * len(plan.division.units)
     assert plan.host_bytes == less.host_bytes
+
+
+def test_weights_in_memory_take_a_second_copy_which_the_plan_counts(tmp_path: Path) -> None:
+    fields = {"params": Tier.HOST, "persistence_numel": 0}
+    less, plan = (plan_of(tmp_path, overlap, **fields) for overlap in ("forward", "backward"))
+    weights = sum(-(-unit.shard_bytes // 4096) * 4096 for unit in plan.division.units)
+    states = 12 * sum(unit.shard_numel for unit in plan.division.units)
+    assert plan.host_bytes - less.host_bytes == weights
+    assert states <= plan.attempt_disk_bytes == plan.disk_bytes - less.disk_bytes < states + weights
+
+
+def test_without_room_for_a_second_copy_it_is_left_out_in_one_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"params": Tier.HOST, "resident_bytes": 0}
+    less = plan_of(tmp_path, "forward", **fields)
+    with caplog.at_level(logging.WARNING, "tiermem"):
+        plan = plan_of(tmp_path, "backward", host_bytes=less.host_bytes + 4096, **fields)
+    assert (plan.host_bytes, plan.disk_bytes, plan.attempt_disk_bytes) == (less.host_bytes, less.disk_bytes, 0)
+    assert [record.message for record in caplog.records if "room for twice" in record.message]
+
+
+def test_weights_in_memory_rest_between_their_uses(tmp_path: Path) -> None:
+    """They are used where they rest, and nobody sees them while a step may change them."""
+    model = seeded(Tower).bfloat16()
+    expected = model.layers[0].up.weight.detach().clone()  # type: ignore[index,union-attr]
+    with tiermem.shard(model, policy(tmp_path, "backward", params=Tier.HOST)) as shards:
+        param, seen = model.layers[0].up.weight, list[int]()  # type: ignore[index,union-attr]
+        model.layers[0].register_forward_pre_hook(lambda *_: seen.append(param.data_ptr()))  # type: ignore[index,union-attr]
+        assert not shards.find(param)[0].is_present
+        loss_of(model, 0)
+        assert seen == [param.ds_tensor.data_ptr()]
+        assert torch.equal(shards.weight(param), expected)
+        assert (shards.plan.units.num, shards.plan.shards.num) == (0, 0)
 
 
 def test_without_room_it_is_left_out_in_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ lose_ranks.py OUT [SEED ...]     writes OUT/found.json: {world: [how each rank e
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
@@ -64,6 +65,21 @@ def dies_in(phase: str, who: int, tier: Tier) -> Body:
             optim.register_step_pre_hook(lambda *_: die())
         else:
             die()
+
+    return body
+
+
+def dies_with_a_child(who: int, tier: Tier) -> Body:
+    """A rank is killed between steps, and a process that it has started keeps its connections open."""
+
+    def body(rank: int, nvme: Path) -> None:
+        train(seeded(zoo.Tower), policy_of(tier, nvme, 600.0), leave_a_child if rank == who else None)
+
+    def leave_a_child(*_: object) -> None:
+        if os.fork() == 0:
+            time.sleep(120.0)  # its session is killed before that
+            os._exit(0)
+        die()
 
     return body
 
@@ -217,6 +233,7 @@ def worlds() -> dict[str, World]:
         "1 of 3 dies in step, nvme": World(dies_in("step", 1, nvme), 3),
         "0 of 3 dies in forward, memory": World(dies_in("forward", 0, memory), 3),
         "2 of 3 dies between steps, memory": World(dies_in("nothing", 2, memory), 3),
+        "1 of 2 dies with a child, memory": World(dies_with_a_child(1, memory)),
         "1 of 2 dies seeing gather, nvme": World(dies_seeing("gather", 1, nvme)),
         "0 of 2 dies seeing reduce, memory": World(dies_seeing("reduce", 0, memory)),
         "1 of 2 dies seeing compute, nvme": World(dies_seeing("compute", 1, nvme)),

@@ -20,6 +20,7 @@ DEATHS = [
     "1 of 3 dies in step, nvme",
     "0 of 3 dies in forward, memory",
     "2 of 3 dies between steps, memory",
+    "1 of 2 dies with a child, memory",
     "1 of 2 dies seeing gather, nvme",
     "0 of 2 dies seeing reduce, memory",
     "1 of 2 dies seeing compute, nvme",
@@ -53,7 +54,7 @@ def assert_survivors_name(ranks: list[dict[str, Any]], who: int) -> None:
     assert ranks[who]["how"] == "killed"
     for rank, ended in enumerate(ranks):
         if rank != who:
-            assert (ended["how"], ended["kind"]) == ("raised", "RankLost")
+            assert (ended["how"], ended["kind"]) == ("raised", "RankLost"), ended["trace"]
             assert f"rank {who} (" in ended["message"]
             assert "is gone" in ended["message"]
 

@@ -16,7 +16,7 @@ class PlayedUnit:
     is_streamed = is_gathered = reads = is_staged = True
 
     def __init__(self, index: int, log: list[str]) -> None:
-        self.unit = cast(Any, SimpleNamespace(index=index, full_numel=1))
+        self.unit = cast(Any, SimpleNamespace(index=index, full_numel=1, is_in_place=False))
         self.state = UnitState.HOME
         self.num_users = 0
         self.holds_stage = False

@@ -55,6 +55,7 @@ class Course:
         if self.overlap != "backward":
             return set(), set()
         plan, busy_s, end_s, is_begun = self.plan, 0.0, 0.0, False  # until then: the disk, and the maths
+        homes = {Tier.NVME, Tier.HOST}
         last = {index: place for place, use in enumerate(reversed(self.uses)) for index in use.units}
         waiting: list[tuple[int, float]] = []  # units that are home, and the disk's seconds for each
         for place, use in enumerate(reversed(self.uses)):
@@ -68,7 +69,7 @@ class Course:
             is_begun, busy_s = busy_s > end_s, max(busy_s, end_s)
             for unit in of_use:
                 of_unit = [load for load in loads if load.unit == unit.index]
-                if of_unit and plan.unit_homes.get(unit.index) is Tier.NVME:
+                if of_unit and plan.unit_homes.get(unit.index) in homes:
                     seconds = sum(self._disk_s(load.read_bytes, load.written_bytes) for load in of_unit)
                     waiting.append((unit.index, seconds))
         begun = set(stepped[-1:]) if is_begun else set()

@@ -103,6 +103,7 @@ class TilePass:
         act: called for each parameter in each tile, in order, after the tile's first states are made.
         is_step: whether `act` is an optimizer step, which needs gradients.
         grads: gradients of the one unit that is stepped, flat in its shard layout; None: they rest in the store or in memory.
+        weights: weights of the one unit that is stepped, flat in its shard layout, in place of those in memory.
         link: the stream on which gradients come from an accelerator to tiles that the CPU steps; None: none do.
         reads_weights: whether parameters are always read, not only if states are made from them.
         is_blank: nothing is read; states and parameters are zero when `act` is called.
@@ -116,6 +117,7 @@ class TilePass:
         *,
         is_step: bool = False,
         grads: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
         link: torch.Stream | None = None,
         reads_weights: bool = False,
         is_blank: bool = False,
@@ -126,6 +128,7 @@ class TilePass:
         self._act = act
         self.is_step = is_step
         self._grads = grads
+        self._weights = weights
         self._link = link if is_step and grads is None else None
         self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
         self._reads_weights = reads_weights
@@ -379,9 +382,10 @@ class TilePass:
         return _bytes_in(slot, 0, tile.state_bytes)
 
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
-        if tile.live.shard is not None:
+        at_home = self._weights if self._weights is not None else tile.live.shard
+        if at_home is not None:
             tile.live.await_home()
-            return self._near(tile, tile.live.shard[tile.elements])
+            return self._near(tile, at_home[tile.elements])
         return self._near(tile, _bytes_in(slot, tile.room_bytes, tile.slice_bytes).view(tile.dtype))
 
 

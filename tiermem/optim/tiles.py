@@ -42,6 +42,7 @@ from tiermem.zero.state_layout import (
 )
 from tiermem.zero.step_run import overlap_of
 from tiermem.zero.unit import Shard, ShardRange, Unit
+from tiermem.zero.unit_memory import apart
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import initial_master
 
@@ -68,6 +69,7 @@ class StateTiles:
         self.tiles: list[Tile] = []
         self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}  # of each parameter, in the order of elements
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
+        self._drafts: dict[LiveUnit, torch.Tensor] = {}  # second copies of weights in memory, which `attempt` changes
         self.take_up([live.unit for live in shards.units if live.unit.is_trainable])
 
     def take_up(self, units: Sequence[Unit]) -> None:
@@ -86,6 +88,10 @@ class StateTiles:
         self._set([*self.tiles, *tiles])
         if keeps_sums(self._shards.policy):
             self._protect(tiles)
+        for live in lives if self._shards.plan.attempt_disk_bytes else ():
+            if live.unit.index in self._shards.plan.unit_homes and live.may_exchange:
+                slot = self._store.arena.take(live.unit.shard_bytes, f"a second copy of {live.unit.name!r}")
+                self._drafts[live] = apart(slot.tensor).view(live.unit.dtype)
 
     def make_room(self, plan: Plan) -> None:
         """Moves states from HOST to NVME, as many as another plan has no room for on HOST.
@@ -115,12 +121,15 @@ class StateTiles:
     def attempt(self, live: LiveUnit, rule_of: RuleOf) -> bool:
         """Steps tiles of a unit beside what they replace, for a `step` that commits them. Does not block for transfers.
 
-        Tiles that rest in memory are left out. Parameters have not counted the step. Returns and raises as `Program.attempt`.
+        Tiles whose states rest in memory are left out. Weights in memory are copied, and the copy is stepped. Parameters have
+        not counted the step. Returns and raises as `Program.attempt`.
         """
-        work = TilePass(
-            self._shards, self.names, Stepping(self._shards.workers, rule_of, is_counted=False), is_step=True
-        )
-        tiles = [tile for tile in self._of_unit.get(live, ()) if tile.home is Tier.NVME and live.entry is not None]
+        draft, act = self._drafts.get(live), Stepping(self._shards.workers, rule_of, is_counted=False)
+        may_step = draft is not None or live.entry is not None
+        tiles = [tile for tile in self._of_unit.get(live, ()) if tile.home is Tier.NVME and may_step]
+        if draft is not None and live.shard is not None and tiles:
+            draft.copy_(live.shard)
+        work = TilePass(self._shards, self.names, act, is_step=True, weights=draft)
         return self._shards.program.attempt(tiles, work, len(self.tiles), "compute")
 
     def step(
@@ -143,7 +152,7 @@ class StateTiles:
             if is_overlapped and live is None and all(tile.is_started for tile in tiles):
                 at_once = [each.unit.index for each in self._of_unit if not each.is_streamed]
                 try:
-                    shards.steps.start(tiles, work, at_once, "compute", commits)
+                    shards.steps.start(tiles, work, at_once, "compute", self._accept if commits else None)
                 finally:
                     work.finish()
             else:
@@ -247,6 +256,12 @@ class StateTiles:
             return expected.get(tile.live.unit.index, math.inf) if tile.live.is_streamed else -1
 
         return sorted(self.tiles, key=place)
+
+    def _accept(self) -> None:
+        """Makes the weights that `attempt` steps in memory those of their units. They may still be under way."""
+        for live in dict.fromkeys(tile.live for tile in self._shards.program.attempted):
+            if live in self._drafts:
+                live.exchange(self._drafts[live])
 
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy = self._shards.policy

@@ -15,6 +15,7 @@ from tiermem.swap.arena import PAGE_BYTES
 from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import exchange
 from tiermem.zero.plan import CONTEXT, Choice, Plan, Planner, format_mib, spread
+from tiermem.zero.step_run import wanted_overlap
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Division, Unit, reads_weights_again
 
@@ -34,8 +35,9 @@ def make_plan(
     context_bytes: HOST memory that this process has taken for the accelerator's context; part of the budget. Ranks plan for the
     rank that took most, so the call is collective.
 
-    With one shard, a unit that rests where the maths runs is used there: such units are resident in `Plan.division`. Raises
-    ValueError when the budget cannot hold the smallest plan, or a parameter cannot be kept in the policy's precision.
+    With one shard, a unit that rests where the maths runs is used there. In `Plan.division` such units are resident; or, where
+    a step of states on NVMe can go on under the next forward, in place. Raises ValueError when the budget cannot hold the
+    smallest plan, or a parameter cannot be kept in the policy's precision.
     """
     if policy.grads is Tier.DEVICE and not is_gpu:
         raise ValueError(
@@ -46,12 +48,16 @@ def make_plan(
         if unit.is_trainable:
             policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
     homes = _unit_homes(division.units, policy, topology.num_shards)
-    in_place = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
     if topology.num_shards == 1:
-        as_is = [u for u in division.units if not (u.is_packed or u.is_widened)]
-        stays = {u.index for u in as_is if homes.get(u.index) in in_place}
+        near = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
+        as_is = [u for u in division.units if homes.get(u.index) in near and not (u.is_packed or u.is_widened)]
+        steps_go_on = (
+            not is_gpu and policy.optim is Tier.NVME and wanted_overlap(policy, policy.optim, is_gpu) != "none"
+        )
+        absent = {u.index for u in as_is if steps_go_on and u.is_trainable and homes[u.index] is Tier.HOST}
+        stays = {u.index for u in as_is} - absent
         homes = {index: home for index, home in homes.items() if index not in stays}
-        division = division.with_residents(stays)
+        division = division.with_residents(stays).with_in_place(absent)
     if is_gpu:
         context_bytes = max(map(int, exchange(topology, str(context_bytes))))
     maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node, context_bytes)
@@ -111,8 +117,8 @@ def take_disk(
         plan = plan.without_attempts
     elif policy.overlap == "backward" and not plan.attempt_disk_bytes:
         logger.warning(
-            'overlap "backward" is for weights and states on NVMe that are stepped on the CPU, and there are none: steps run '
-            "under the next forward"
+            'overlap "backward" is for states on NVMe that are stepped on the CPU, and for weights on NVMe or in memory that '
+            "the budget has room for twice: there are none, and steps run under the next forward"
         )
     if plan.disk_bytes:
         store.reserve_disk(_due(plan, store), plan.why_disk(policy))
@@ -199,11 +205,11 @@ class _Maker:
         """The choices, best first."""
         if (now := self._now) is None:
             return planner.choices()
-        grads, units, tiles, numel = now.choice
+        grads, units, tiles, numel, _ = now.choice
         return [
             each
             for each in planner.choices()
-            if (each.unit_buffers, each.tile_numel) == (units, numel)
+            if (each.unit_buffers, each.tile_numel, each.attempts) == (units, numel, now.choice.attempts)
             and (each.grads is grads or (each.grads is Tier.NVME and not self._keeps_grads))
             and each.tile_buffers <= tiles
         ]

@@ -130,7 +130,7 @@ class Watch:
 
     First case: a rank is gone. A backend only reports that a connection was closed, and then closes its own connections. So
     every rank gets errors from its neighbours, and the first failure cannot be told from the others. Therefore every rank
-    posts its host and process, and a rank whose collective has failed checks, for up to 10 s:
+    posts its host and process, and a rank whose collective has failed, or waits for long, checks (after a failure for 10 s):
 
         1  whether another rank has already named the lost rank (each rank posts the lost rank that it found)
         2  whether a process on its own host is no longer alive
@@ -149,7 +149,8 @@ class Watch:
     The calls that ranks hand to collectives are one sequence, the same on all ranks. A rank that waits longer than 2 s posts
     the end of its own sequence and reads the ends of the others. If one number has two names, the wait is ended with an error.
     If the names are equal, the wait continues: a rank is slow. Starting and ending a wait costs two assignments. A thread
-    checks once per second, and uses the store only during a long wait.
+    checks once per second, and uses the store only during a long wait. It also ends a wait for a rank that is gone while its
+    connections are still open: processes that it had started keep them.
 
     A gloo wait is ended by a second receive on the same connections that times out after 1 ms. The time-out closes the
     connections on the other ranks too, and they look for the difference in turn. A rank that fails ends its other waits in the
@@ -312,7 +313,7 @@ class Watch:
         while not self._is_closed.wait(_LOOK_S):
             since = self._waits_since
             is_long = since > 0 and time.monotonic() - since > _PATIENCE_S
-            if is_long and self.difference() is not None:
+            if is_long and (self.difference() is not None or self._lost()):
                 self.end_waits()
                 return
 

@@ -36,7 +36,7 @@ _ACTIVATION_BUFFERS = 8
 
 CONTEXT = "context"
 _STATES = "optimizer states"
-_ATTEMPTS = "slot of steps under backward"
+_ATTEMPTS = "what steps under backward write"
 _FACTORS = (8, 8)
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ class Choice(NamedTuple):
     unit_buffers: int
     tile_buffers: int
     tile_numel: int  # most elements of a tile
+    attempts: bool = True  # whether there is room for steps under backward, if the policy wants them
 
 
 class Buffers(NamedTuple):
@@ -88,7 +89,7 @@ class Plan:
     device_bytes: int  # all DEVICE rows, on an accelerator
     disk_bytes: int  # all NVME rows
     frozen_disk_bytes: int  # the part for checkpoints; taken when the first step after a checkpoint is written
-    attempt_disk_bytes: int  # the part for steps under backward, beside what they replace
+    attempt_disk_bytes: int  # the part for steps under backward, beside what they replace; 0: there are none
     grads: Tier | None  # None: gradients are not kept
     states: Tier  # of the optimizer
     on_device: tuple[str, ...]  # names of the buffers below that lie on an accelerator
@@ -124,8 +125,15 @@ class Plan:
     def without_attempts(self) -> Plan:
         """The same plan without room for steps under backward."""
         rows = [row for row in self.rows if row.what != _ATTEMPTS]
-        less = self.disk_bytes - self.attempt_disk_bytes
-        return dataclasses.replace(self, rows=rows, disk_bytes=less, attempt_disk_bytes=0)
+        on_host = sum(row.num_bytes for row in self.rows if row.what == _ATTEMPTS and row.tier is Tier.HOST)
+        return dataclasses.replace(
+            self,
+            rows=rows,
+            host_bytes=self.host_bytes - on_host,
+            arena_bytes=self.arena_bytes - on_host,
+            disk_bytes=self.disk_bytes - self.attempt_disk_bytes,
+            attempt_disk_bytes=0,
+        )
 
     def why_disk(self, policy: OffloadPolicy) -> str:
         """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for checkpoints."""
@@ -214,6 +222,9 @@ class Planner:
         self._states: Tier = device if optim is Tier.DEVICE else optim  # tier of optimizer states
         self._kept_part = 0.0 if self._states is device else 1.0 - policy.optim_ratio  # of them, on the device
         self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)
+        self._may_attempt = policy.overlap == "backward" and self._states is Tier.NVME and not is_gpu
+        in_memory = [u for u in self._trainable if homes.get(u.index) is Tier.HOST]
+        self._drafted = in_memory if self._may_attempt else []  # units of which such steps change a second copy
         rests_on_host = is_gpu and policy.activations is Tier.HOST
         self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
@@ -231,17 +242,19 @@ class Planner:
         tiles = [policy.tile_numel] if policy.tile_numel else [USUAL_TILE_NUMEL >> i for i in range(5)]
         num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
         buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in USUAL_TILE_BUFFERS]
-        return list(itertools.starmap(Choice, itertools.product(homes, counts, buffers, tiles)))
+        attempts = [True, False] if self._drafted else [True]
+        rest = itertools.product(homes, counts, buffers, tiles)
+        return [Choice(*fields, each) for each, fields in itertools.product(attempts, list(rest))]
 
     def plan(self, choice: Choice, resident_bytes: int, room_bytes: int = 0) -> Plan:
         """The plan of one choice, also when it exceeds the budget.
 
         room_bytes: HOST memory for activations, where the policy does not say how much.
         """
-        grads, num_units, num_tiles, tile_numel = choice
+        grads, num_units, num_tiles, tile_numel, attempts = choice
         policy, sheet = self._policy, _Sheet()
         at_home = self._add_parameters(sheet)
-        streamed = [u for u in self._units if u.index in self._homes]
+        streamed = [u for u in self._units if u.index in self._homes and not u.is_in_place]
         num_units, place = min(num_units, len(streamed)), Tier.DEVICE if self._is_gpu else Tier.HOST
         needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u in streamed)
         full_sizes = (u.full_bytes for u in streamed)
@@ -262,7 +275,7 @@ class Planner:
         sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place)
         activations, room_bytes = self._add_activations(sheet, room_bytes)
         kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
-        frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME])
+        frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
         streams = Tier.NVME in (self._states, grads, *self._homes.values())
         brings = self._is_gpu and grads is Tier.DEVICE and self._states is not Tier.DEVICE
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
@@ -394,22 +407,23 @@ class Planner:
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
         return kept, resident
 
-    def _add_slots(self, sheet: _Sheet, resting: list[Unit]) -> tuple[int, int]:
-        """Adds room for slots that checkpoints hold while steps write to others, and for one that steps under backward write.
+    def _add_slots(self, sheet: _Sheet, resting: list[Unit], attempts: bool) -> tuple[int, int]:
+        """Adds room for slots that checkpoints hold while steps write to others, and for what steps under backward write.
 
-        Returns the bytes of both.
+        Returns the bytes of both on NVMe.
 
         resting: units on NVMe. Units that training never writes are stored once for all checkpoints; writing a checkpoint
-        makes the files grow by them.
+        makes the files grow by them. attempts: whether steps under backward get room, if the policy wants them.
         """
         policy = self._policy
         written = _pages(u.shard_bytes for u in resting if u.is_trainable)
         written += sum(r.num_bytes for r in sheet.rows if r.tier is Tier.NVME and r.what == _STATES)
         frozen = (policy.num_slots - 1) * written
         sheet.add("frozen slots", Tier.NVME, frozen, f"durability={policy.durability!r}, keep={policy.keep}")
-        is_attempted = policy.overlap == "backward" and self._states is Tier.NVME and resting and not self._is_gpu
-        attempt = written if is_attempted else 0
-        sheet.add(_ATTEMPTS, Tier.NVME, attempt, f"overlap={policy.overlap!r}")
+        is_attempted = attempts and self._may_attempt and bool(resting or self._drafted)
+        attempt, why = written if is_attempted else 0, f"overlap={policy.overlap!r}"
+        sheet.add(_ATTEMPTS, Tier.NVME, attempt, why)
+        sheet.add(_ATTEMPTS, Tier.HOST, _pages(u.shard_bytes for u in self._drafted) * is_attempted, why)
         return frozen, attempt
 
 

@@ -339,16 +339,19 @@ class Prefetcher(Generic[T]):
         live.let_go()
         if not may_evict or not live.is_streamed or live.num_users or live.state is not UnitState.PRESENT:
             return
-        if self._limits.reuse_numel < math.inf and self._distance_numel(live) > self._limits.reuse_numel:
+        if self._limits.reuse_numel == math.inf or live.unit.is_in_place:
+            return
+        if self._distance_numel(live) > self._limits.reuse_numel:
             self._evict(live)
 
     def empty(self) -> None:
         """Evicts every streamed unit: before weights change, and at the end. Blocks for gathers under way."""
         for live in self._units:
             live.outdate()
-        for live in [*self._full.values(), *self._staged.values()]:
-            live.let_all_go()
-            self._evict(live)
+        for live in self._units:
+            if live.is_streamed and live.state is not UnitState.HOME:
+                live.let_all_go()
+                self._evict(live)
 
     def outdate(self, live: T) -> None:
         """Evicts a unit without users whose weights are about to change where they rest."""
@@ -425,9 +428,9 @@ class Prefetcher(Generic[T]):
         ahead = 0
         seen = {current.unit.index} if current else set()
         for index in self.order.upcoming():
-            if index not in seen:
+            live = self._units[index]
+            if index not in seen and not live.unit.is_in_place:
                 seen.add(index)
-                live = self._units[index]
                 ahead += live.unit.full_numel
                 if ahead > self._limits.ahead_numel or len(seen) > _MOST_AHEAD:
                     return
@@ -446,6 +449,8 @@ class Prefetcher(Generic[T]):
 
         Returns False when there is no such room. Raises RuntimeError when the unit is urgent and all buffers are in use.
         """
+        if live.unit.is_in_place:
+            return True
         limits, mine = self._limits, -1.0 if is_urgent else self.order.distance(live.unit.index)
         while len(self._full) >= limits.num_full or self._full_numel + live.unit.full_numel > limits.live_numel:
             farthest, distance = self._farthest(self._full)

@@ -23,7 +23,7 @@ from tiermem.zero.pools import Pools
 from tiermem.zero.quantised import BlockFormat, pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
 from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
-from tiermem.zero.unit_memory import Passage, UnitMemory
+from tiermem.zero.unit_memory import Passage, UnitMemory, apart
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import Values, initial_master
 
@@ -72,7 +72,8 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 #
 #     a parameter's whole value                    this rank's part, in the unit's shard layout
 #       rank 0's, shared with all     ----------->   resident   the unit's storage for life (and, for a gather, its shard)
-#       ParametersInInit's (zero.Init)               HOST       an entry of the store
+#       ParametersInInit's (zero.Init)               in place   the same, seen while it is in use
+#                                                    HOST       an entry of the store
 #                                                    NVME       through a buffer, then an entry of the store
 #                                                    packed     codes and scales, on HOST or NVME
 #
@@ -88,7 +89,7 @@ def settle(
     `TensorStore.settle` registers the memory taken here. Returns the units and what they share, which `release` ends.
     """
     units = list(units)
-    nan_bytes = max((unit.full_bytes for unit in units if not unit.is_resident), default=0)
+    nan_bytes = max((unit.full_bytes for unit in units if not (unit.is_resident or unit.is_in_place)), default=0)
     buffers = pools.units, pools.shards, plan.units
     passage = Passage(values.store, values.steps, values.device, *buffers, nan_bytes)
     settler = _Settler(plan, policy, values, pools, passage)
@@ -153,7 +154,7 @@ class _Settler:
 
     def send_home(self, unit: Unit) -> LiveUnit:
         """Moves a unit's weights to where they rest, one parameter at a time. Collective; blocks."""
-        if unit.is_resident:
+        if unit.is_resident or unit.is_in_place:
             return self._make_resident(unit)
         home, entry = self._plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
         numel = unit.shard_bytes // unit.rests_as.itemsize
@@ -163,6 +164,7 @@ class _Settler:
         memory = UnitMemory(unit, self._passage)
         if home is not Tier.NVME:
             shard = self._store.view(entry)
+            shard = shard if self._is_accelerated else apart(shard)
             self._fill(unit, shard)
             return LiveUnit(unit, memory, self._passage, None, shard, self._gather_of(unit, memory, home))
         self._protect(unit, entry)

@@ -20,7 +20,7 @@ model is torn afterwards: its states are of two different steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from tiermem.policy import OffloadPolicy, Tier
@@ -35,17 +35,21 @@ from tiermem.zero.plan import Plan
 
 def overlap_of(policy: OffloadPolicy, plan: Plan, is_gpu: bool) -> Literal["none", "forward", "backward"]:
     """What runs beside the steps of a model, by its policy: see `OffloadPolicy.overlap`."""
-    units = plan.division.units
-    is_possible = policy.pipeline_read and policy.pipeline_write and not policy.step_in_backward
-    if not is_possible or not any(unit.is_trainable and not unit.is_resident for unit in units):
+    wanted = wanted_overlap(policy, plan.states, is_gpu)
+    if wanted == "none" or not any(unit.is_trainable and not unit.is_resident for unit in plan.division.units):
         return "none"
-    if policy.overlap == "auto" and policy.durability == "step":
+    return "backward" if wanted == "backward" and plan.attempt_disk_bytes else "forward"
+
+
+def wanted_overlap(policy: OffloadPolicy, states: Tier, is_gpu: bool) -> Literal["none", "forward", "backward"]:
+    """What a policy wants to run beside steps, where units and plan allow it. states: the tier of the optimizer's states."""
+    if not (policy.pipeline_read and policy.pipeline_write) or policy.step_in_backward:
+        return "none"
+    if policy.overlap != "auto":
+        return policy.overlap
+    if policy.durability == "step":
         return "none"  # each step is committed before `step` returns
-    if policy.overlap == "auto":
-        return "forward" if plan.states is Tier.NVME or (plan.states is Tier.HOST and is_gpu) else "none"
-    if policy.overlap == "backward" and plan.attempt_disk_bytes:
-        return "backward"
-    return "none" if policy.overlap == "none" else "forward"
+    return "forward" if states is Tier.NVME or (states is Tier.HOST and is_gpu) else "none"
 
 
 class StepRun:
@@ -60,15 +64,21 @@ class StepRun:
         self._program = program
 
     def start(
-        self, tiles: Sequence[Any], work: TileWork[Any], at_once: Sequence[int], lane: str, commits: bool = False
+        self,
+        tiles: Sequence[Any],
+        work: TileWork[Any],
+        at_once: Sequence[int],
+        lane: str,
+        accept: Callable[[], None] | None = None,
     ) -> None:
         """Starts a step, and blocks until some units are stepped; a run that Python takes part in, until its end.
 
-        at_once: the numbers of these units. commits: whether the tentative run has stepped its tiles as this step would; they
-        are then not stepped again, unless it has failed. Raises what a run raises.
+        at_once: the numbers of these units. accept: given if the tentative run has stepped its tiles as this step would; they
+        are then not stepped again, unless it has failed. Called before its results count. Raises what a run raises.
         """
         is_attempted = bool(self._program.attempted)
-        if commits and is_attempted and not self._program.has_failed:
+        if accept is not None and is_attempted and not self._program.has_failed:
+            accept()
             self._program.commit(tiles, work)
         else:
             self.num_redone += is_attempted

@@ -261,6 +261,7 @@ class Unit:
     is_leaf: bool = False  # the unit of a leaf module
     blocks: BlockFormat | None = None  # its shard rests in such blocks (quantised.py), and is sent as such
     was_unfrozen: bool = False  # became trainable after the model was sharded
+    is_in_place: bool = False  # used where it rests, and absent between uses, so that a step can go on meanwhile
 
     def unfreeze(self) -> None:
         """Makes it trainable; it has room for gradients and states now."""
@@ -336,6 +337,10 @@ class Division:
     def with_residents(self, indices: Collection[int]) -> Division:
         """The same division, with these units resident."""
         return self._with({i: dataclasses.replace(self.units[i], is_resident=True) for i in indices})
+
+    def with_in_place(self, indices: Collection[int]) -> Division:
+        """The same division, with these units used where they rest."""
+        return self._with({i: dataclasses.replace(self.units[i], is_in_place=True) for i in indices})
 
     def with_unfrozen(self, indices: Collection[int]) -> Division:
         """The same division, with these units unfrozen."""

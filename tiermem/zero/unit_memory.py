@@ -279,6 +279,11 @@ def can_swap_pointers(device: torch.device) -> bool:
     return borrower.nbytes() == 16 and lender.nbytes() == 0
 
 
+def apart(data: torch.Tensor) -> torch.Tensor:
+    """The same bytes of the CPU, in a storage of their own: other memory can be put under it alone."""
+    return torch.from_numpy(data.view(torch.uint8).numpy()).view(data.dtype)
+
+
 def _storage_at(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
     """A storage over memory that another object owns. The function is private to torch."""
     return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(address, device, num_bytes))
@@ -318,6 +323,7 @@ class UnitMemory:
         self.slab = None if unit.is_resident else passage.slab  # carves its memory; None: torch's allocator does
         self._place: int | None = None  # the slot of the slab, while the unit occupies it
         self._may_swap = passage.may_swap
+        self._is_held = False  # its memory is there for life
         self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
         self._nan: torch.UntypedStorage | None = None  # empty while its bytes are under the unit
         full = torch.empty(0, dtype=unit.full_dtype, device=passage.device)
@@ -328,7 +334,7 @@ class UnitMemory:
         self.travels = narrow_part(full, unit.dtype) if unit.is_widened else full  # what a copy or a gather fills
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
-        if not unit.is_resident:
+        if not (unit.is_resident or unit.is_in_place):
             self._nan = passage.nan_storage(unit.full_bytes)
         self.free()
 
@@ -347,7 +353,7 @@ class UnitMemory:
 
     def allocate_slot(self) -> None:
         """Puts the arena's buffer under the unit (CPU), with its content, or else allocates torch's memory."""
-        if self._slots is None:
+        if self._slots is None or self._is_held:
             self.allocate()
             self.begin_filling()
             return
@@ -361,9 +367,10 @@ class UnitMemory:
             self.full.view(torch.uint8).copy_(data)
 
     def hold(self, slot: Slot) -> None:
-        """Makes an arena buffer the unit's memory for life, content undefined (CPU, resident units)."""
-        data = slot.tensor[: self.unit.full_bytes].numpy()
-        self.full = torch.from_numpy(data).view(self.unit.full_dtype)  # in a storage of its own: `leave_to_parent`
+        """Makes an arena buffer the unit's memory for life, content undefined (CPU, resident units and those in place)."""
+        self._is_held = True
+        self.full = self.travels = apart(slot.tensor[: self.unit.full_bytes]).view(self.unit.full_dtype)
+        self._storage = self.full.untyped_storage()
         self.views = [self.full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
 
     def allocate(self, outside: bool = False) -> None:
@@ -371,6 +378,8 @@ class UnitMemory:
 
         outside: in torch's own memory, beside the slab.
         """
+        if self._is_held:
+            return
         if self._owner is None:
             if self._nan is not None:
                 self._storage._swap_data_ptr_(self._nan)  # type: ignore[attr-defined]
@@ -447,6 +456,8 @@ class UnitMemory:
 
     def free(self) -> None:
         """Releases the bytes. Nothing is written to any tier."""
+        if self._is_held:
+            return
         if self._owner is None and self._lender is not None:
             self._end_loan()
         elif self._owner is None:

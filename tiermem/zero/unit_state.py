@@ -57,7 +57,7 @@ class LiveUnit:
 
         parts on several ranks, or blocks          HOME --read--> READING --gather--> GATHERING --land--> PRESENT
         one shard, CPU                             HOME --read--> READING --land--> PRESENT
-        one shard in memory, CPU, widened          HOME --copy--> COPYING --land--> PRESENT
+        one shard in memory, CPU                   HOME --copy--> COPYING --land--> PRESENT    widened, or in place: no copy
         one shard on NVMe, accelerator             HOME --read--> READING --land--> PRESENT
         one shard on HOST, accelerator             HOME --copy--> COPYING --land--> PRESENT
         from any state                             --drop--> HOME
@@ -213,14 +213,14 @@ class LiveUnit:
     def copy(self) -> None:
         """HOME -> COPYING: starts the copy of a unit that rests in host memory to the accelerator. Waits until it is stepped.
 
-        On a CPU it widens a shard that rests in memory, and blocks.
+        On a CPU it widens a shard that rests in memory, and blocks; a unit in place is there.
         """
         self._check(UnitState.COPYING, UnitState.HOME)
         self._passage.steps.await_unit(self.unit.index)
         if self._passage.copies is None:
             assert self.shard is not None
             self.memory.allocate_slot()
-            self.memory.full.copy_(self.shard)
+            self.memory.full.copy_(self.shard)  # of a unit in place to itself, which does nothing
         else:
             self.memory.allocate()
             copied = self._copy()
@@ -281,6 +281,16 @@ class LiveUnit:
     def await_home(self) -> None:
         """Blocks until the accelerator has read the shard where it rests. Call it before the shard is written."""
         self.memory.await_home()
+
+    @property
+    def may_exchange(self) -> bool:
+        """Whether `exchange` is possible: the shard rests in the CPU's memory, and this torch can."""
+        return self.shard is not None and self._passage.may_swap
+
+    def exchange(self, values: torch.Tensor) -> None:
+        """Gives the shard other values and the tensor those of the shard, without copies. values: a result of `apart`."""
+        assert self.shard is not None
+        self.shard.untyped_storage()._swap_data_ptr_(values.untyped_storage())  # type: ignore[attr-defined]
 
     def outdate(self) -> None:
         """Notes that the weights are about to change where they rest: a second copy of them is not used again."""
