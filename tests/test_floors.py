@@ -30,7 +30,7 @@ tiermem.swap: tier ranges errors durable parts native tile_program accelerator n
     run_read program stream
 tiermem.config: keys base io optimizer precision zero translate root load
 tiermem.zero: registry failures topology joining collectives compute quantised leaf gradient_state unit state_layout gather
-    packed reduce plan step_run budget pools estimate agreement absent unit_memory unit_state values prefetcher gradient_link
+    packed reduce plan budget pools estimate agreement absent step_run unit_memory unit_state values prefetcher gradient_link
     gradient_store gradient_norms gradients backward_marks activations chain hooks layerwise init_params settle unfreeze shards
     access tiled kv_cache chunked_loss init partition_parameters
 tiermem.optim: rules tile tile_step tiles tentative local ordinary resting sharded base classes

@@ -219,8 +219,11 @@ class OffloadPolicy:
     """What runs beside the tiles of an optimizer step (zero/step_run.py): nothing, so that `step` returns when the last one is
     written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles on NVMe are stepped when
     their gradients have come, and count if the step finds them as assumed (optim/tentative.py), which takes one more slot on
-    disk. The bits are the same. "auto": forward where states on NVMe, or on HOST beside an accelerator, belong to units that
-    are fetched, unless each step is durable."""
+    disk, and memory for a second copy of weights that rest there. The bits are the same. "auto": forward where states on NVMe,
+    or on HOST beside an accelerator, belong to units that are fetched, unless each step is durable."""
+    early_steps: bool = False
+    """With overlap "auto": whether steps of states on NVMe may also begin under backward, where the plan has room. An engine
+    that does not clip gradients sets it: a step that clips is made again."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)
     """How the queue moves blocks."""
     timeout_s: Seconds = 1800.0
@@ -277,6 +280,18 @@ class OffloadPolicy:
     def num_slots(self) -> int:
         """Places on NVME for what steps write: for every durable step that is kept, and for the next one."""
         return {"none": 1, "checkpoint": 1 + self.keep, "step": 2 + self.keep}[self.durability]
+
+    def wanted_overlap(self, states: Tier, is_gpu: bool) -> Literal["none", "forward", "backward"]:
+        """What is to run beside steps, where units and plan allow it. states: the tier of the optimizer's states."""
+        if not (self.pipeline_read and self.pipeline_write) or self.step_in_backward:
+            return "none"
+        if self.overlap != "auto":
+            return self.overlap
+        if self.durability == "step":
+            return "none"  # each step is committed before `step` returns
+        if states is Tier.NVME:
+            return "backward" if self.early_steps and not is_gpu else "forward"
+        return "forward" if states is Tier.HOST and is_gpu else "none"
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Yields the fields that do not go with the others, each with a sentence."""

@@ -192,7 +192,7 @@ def _phase_table(planned: Planned) -> Table:
 
 
 def _overlap_table(overlaps: Overlaps) -> Table:
-    columns = ("overlap", ">iteration", "limited by", ">read", ">written", ">more disk")
+    columns = ("overlap", ">iteration", "limited by", ">read", ">written", ">more disk", ">more memory")
     shown = table("what a step runs beside, per rank", *columns)
     for name, each in overlaps.items():
         row = _figures_of(name, each)
@@ -201,7 +201,7 @@ def _overlap_table(overlaps: Overlaps) -> Table:
             name,
             f"{row['iteration_s']:.3f} s",
             f"{row['limited_by']}, {limit_s:.3f} s",
-            *(format_bytes(row[key]) for key in ("read_bytes", "written_bytes", "extra_disk_bytes")),
+            *(format_bytes(row[f"{what}_bytes"]) for what in ("read", "written", "extra_disk", "extra_host")),
         )
     return shown
 
@@ -216,6 +216,7 @@ def _figures_of(name: str, overlapped: Overlapped) -> dict[str, Any]:
         "read_bytes": forecast.edge_bytes("NVME -> HOST"),
         "written_bytes": forecast.edge_bytes("HOST -> NVME"),
         "extra_disk_bytes": overlapped.extra_disk_bytes,
+        "extra_host_bytes": overlapped.extra_host_bytes,
     }
 
 

@@ -355,6 +355,8 @@ class Overlapped(NamedTuple):
     forecast: Forecast
     extra_disk_bytes: int
     """That it takes of a rank's disks beside what "none" takes."""
+    extra_host_bytes: int
+    """The same of host memory; 0 where a budget is filled in any case."""
 
 
 class Problem(NamedTuple):
@@ -452,27 +454,23 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
 
 
 def overlaps_of(planned: Planned) -> dict[str, Overlapped]:
-    """The scenario with each `overlap` that changes a step of it, the first is "none". Otherwise it is planned alike.
-
-    Without "backward": a forecast plays it as "forward".
-    """
+    """The scenario with each `overlap` that changes a step of it, the first is "none". Otherwise it is planned alike."""
     scenario, found = planned.scenario, dict[str, Overlapped]()
     cluster, batch = scenario.cluster, planned.batch
     is_gpu = cluster.gpu_bytes is not None
     model = meta_model(scenario.shape, resolve_auto(load_config(scenario.config), 1).precision)
-    none_bytes = 0
-    for overlap in ("none", "forward"):
+    for overlap in ("none", "forward", "backward"):
         if overlap != "none" and planned.policy.step_in_backward:
             continue  # its steps end in backward
         changed = dataclasses.replace(planned.policy, overlap=overlap)
         topology = plan_topology(cluster.num_ranks, changed, cluster.ranks_per_node)
         plan, changed = _plan(model, changed, topology, is_gpu, cluster.ranks_per_node)
         if overlap == "none":
-            none_bytes = plan.disk_bytes
+            none = plan
         elif overlap_of(changed, plan, is_gpu) != overlap:
             continue
         forecast = _forecast(scenario, model, plan, changed, batch)
-        found[overlap] = Overlapped(forecast, plan.disk_bytes - none_bytes)
+        found[overlap] = Overlapped(forecast, plan.disk_bytes - none.disk_bytes, plan.host_bytes - none.host_bytes)
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 import zoo
 from config_keys import catalogue
 from torch import nn
-from twins import seeded, train_engine
+from twins import loss_of, seeded, train_engine
 
 import tiermem
 
@@ -411,6 +411,28 @@ def test_grads_says_where_gradients_rest(home: str, is_written: bool, tmp_path: 
         train(engine)
         events = engine.shards.store.recorder.events
         assert any(event.lane == "write" and event.name.startswith("grad") for event in events) == is_written
+
+
+@pytest.mark.parametrize(
+    ("clipping", "homes", "begins_early"),
+    [(0.0, "nvme nvme", True), (0.0, "cpu nvme", True), (0.0, "cpu cpu", False), (1.0, "nvme nvme", False)],
+)
+def test_steps_begin_under_backward_by_themselves_where_nothing_is_clipped(
+    clipping: float, homes: str, begins_early: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for own in ({}, {"overlap": "none"}):
+        params, states = ({"device": home, "nvme_path": str(tmp_path)} for home in homes.split())
+        zero = {"stage": 3, "offload_param": params, "offload_optimizer": states}
+        with engine_of(tmp_path, zero, gradient_clipping=clipping, tiermem=own) as engine:
+            train(engine, 4)
+            loss = loss_of(engine, 9)
+            engine.backward(loss)
+            found.append((bool(engine.shards.program.attempted), loss.item()))
+            engine.step()
+    assert found[0] == (begins_early, found[1][1])
+    assert not found[1][0]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(("overlap", "goes_on"), [("forward", True), ("none", False)])

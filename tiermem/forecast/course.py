@@ -36,9 +36,8 @@ class Course:
 
     @property
     def overlap(self) -> str:
-        """What a step runs beside: see `overlap_of`. A step that a GPU takes part in ends before the next forward."""
-        is_there = self.plan.kept_bytes or Tier.DEVICE in (self.plan.states, *self.plan.unit_homes.values())
-        return "none" if self.is_gpu and is_there else overlap_of(self.policy, self.plan, self.is_gpu)
+        """What a step runs beside: see `overlap_of`."""
+        return overlap_of(self.policy, self.plan, self.is_gpu)
 
     @property
     def at_once(self) -> int:

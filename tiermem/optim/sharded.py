@@ -22,6 +22,7 @@ from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Rule
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tiles import FindRule, StateTiles
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.unit import Shard
@@ -42,7 +43,7 @@ class ShardedModel:
         self._find_rule = find_rule
         self.tiles = StateTiles(shards, find_rule)
         self._tentative: TentativeStep | None = None
-        if shards.policy.overlap == "backward" and not shards.policy.step_in_backward:
+        if shards.policy.wanted_overlap(shards.plan.states, is_accelerator(shards.device)) == "backward":
             self._tentative = TentativeStep(shards, self.tiles, self._step_of)
             shards.homes.call_on_arrival(self._tentative.receive)
         begin = self.tiles.begin if self._tentative is None else self._tentative.begin_backward

@@ -15,7 +15,6 @@ from tiermem.swap.arena import PAGE_BYTES
 from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import exchange
 from tiermem.zero.plan import CONTEXT, Choice, Plan, Planner, format_mib, spread
-from tiermem.zero.step_run import wanted_overlap
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Division, Unit, reads_weights_again
 
@@ -51,9 +50,7 @@ def make_plan(
     if topology.num_shards == 1:
         near = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
         as_is = [u for u in division.units if homes.get(u.index) in near and not (u.is_packed or u.is_widened)]
-        steps_go_on = (
-            not is_gpu and policy.optim is Tier.NVME and wanted_overlap(policy, policy.optim, is_gpu) != "none"
-        )
+        steps_go_on = not is_gpu and policy.optim is Tier.NVME and policy.wanted_overlap(policy.optim, is_gpu) != "none"
         absent = {u.index for u in as_is if steps_go_on and u.is_trainable and homes[u.index] is Tier.HOST}
         stays = {u.index for u in as_is} - absent
         homes = {index: home for index, home in homes.items() if index not in stays}
@@ -103,14 +100,15 @@ def take_disk(
 ) -> Plan:
     """Preallocates the disk space of a plan beyond what is in use; returns the plan for which every rank has room.
 
-    may_leave_out: steps under backward are left out, with a warning, where they find no room. False: their slot is in use, so
-    leaving them out would give no space back.
+    may_leave_out: steps under backward are left out where they find no room. False: their slot is in use, so leaving them out
+    would give no space back.
 
-    Collective; blocks. Warns as well where steps under backward find no tile that they can step. Raises OSError when the plan
-    finds no space.
+    Collective; blocks. Warns, if the policy names such steps, when they are left out and when they find no tile that they can
+    step. Raises OSError when the plan finds no space.
     """
     if plan.attempt_disk_bytes and may_leave_out and not _has_room(plan, store, topology):
-        logger.warning(
+        logger.log(
+            logging.WARNING if policy.overlap == "backward" else logging.INFO,
             'overlap "backward" takes %s more on disk, for which not every rank has room: steps run under the next forward',
             format_mib(plan.attempt_disk_bytes),
         )

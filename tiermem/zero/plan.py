@@ -222,7 +222,8 @@ class Planner:
         self._states: Tier = device if optim is Tier.DEVICE else optim  # tier of optimizer states
         self._kept_part = 0.0 if self._states is device else 1.0 - policy.optim_ratio  # of them, on the device
         self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)
-        self._may_attempt = policy.overlap == "backward" and self._states is Tier.NVME and not is_gpu
+        wanted = policy.wanted_overlap(self._states, is_gpu)
+        self._may_attempt = wanted == "backward" and self._states is Tier.NVME and not is_gpu
         in_memory = [u for u in self._trainable if homes.get(u.index) is Tier.HOST]
         self._drafted = in_memory if self._may_attempt else []  # units of which such steps change a second copy
         rests_on_host = is_gpu and policy.activations is Tier.HOST

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.policy import OffloadPolicy
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import Arena, Pool
 from tiermem.swap.run_folder import RunName
 from tiermem.swap.store import TensorStore
@@ -18,7 +19,7 @@ from tiermem.zero.topology import Topology, paths_of_rank
 def open_store(plan: Plan, policy: OffloadPolicy, topology: Topology, device: torch.device) -> TensorStore:
     """Opens the store of a plan. Rank 0 chooses the run's id; folder names of several ranks contain the rank. Collective.
 
-    With overlap "backward" it has one more slot, which is used while the plan has room for it: perhaps a later plan.
+    Where steps under backward are wanted it has one more slot, which is used while the plan has room: perhaps a later plan.
     """
     [run_id, *_] = exchange(topology, RunName.new().run_id)
     return TensorStore(
@@ -28,7 +29,7 @@ def open_store(plan: Plan, policy: OffloadPolicy, topology: Topology, device: to
         policy.disk_bytes,
         device,
         plan.link_bytes if policy.pin_memory else 0,
-        num_slots=policy.num_slots + (policy.overlap == "backward"),
+        num_slots=policy.num_slots + (policy.wanted_overlap(plan.states, is_accelerator(device)) == "backward"),
         run=RunName(run_id, None if topology.world == 1 else topology.rank),
     )
 

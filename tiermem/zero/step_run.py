@@ -35,21 +35,12 @@ from tiermem.zero.plan import Plan
 
 def overlap_of(policy: OffloadPolicy, plan: Plan, is_gpu: bool) -> Literal["none", "forward", "backward"]:
     """What runs beside the steps of a model, by its policy: see `OffloadPolicy.overlap`."""
-    wanted = wanted_overlap(policy, plan.states, is_gpu)
+    wanted, homes = policy.wanted_overlap(plan.states, is_gpu), plan.unit_homes.values()
+    if is_gpu and (plan.kept_bytes or Tier.DEVICE in (plan.states, *homes)):
+        return "none"  # a step that an accelerator takes part in ends before the next forward
     if wanted == "none" or not any(unit.is_trainable and not unit.is_resident for unit in plan.division.units):
         return "none"
     return "backward" if wanted == "backward" and plan.attempt_disk_bytes else "forward"
-
-
-def wanted_overlap(policy: OffloadPolicy, states: Tier, is_gpu: bool) -> Literal["none", "forward", "backward"]:
-    """What a policy wants to run beside steps, where units and plan allow it. states: the tier of the optimizer's states."""
-    if not (policy.pipeline_read and policy.pipeline_write) or policy.step_in_backward:
-        return "none"
-    if policy.overlap != "auto":
-        return policy.overlap
-    if policy.durability == "step":
-        return "none"  # each step is committed before `step` returns
-    return "forward" if states is Tier.NVME or (states is Tier.HOST and is_gpu) else "none"
 
 
 class StepRun:
