@@ -52,6 +52,7 @@ PLANS = (
     Plan(
         durability="step", save_every=0, num_steps=8, overlap="backward", clipping=64.0
     ),  # clips what it has attempted once
+    Plan(save_every=3, num_steps=8, overlap="backward", clipping=64.0, precision="exact", params="cpu"),
 )
 
 

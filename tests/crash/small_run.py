@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     engine: str = "auto"
     overlap: str = "auto"
     clipping: float = 1.0
+    params: str = "nvme"
 
 
 class Block(nn.Module):
@@ -80,7 +81,8 @@ def config_of(place: Path, plan: Plan) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}},
         "zero_optimization": {
-            "stage": 3, "sub_group_size": plan.tile_numel, "offload_param": nvme, "offload_optimizer": nvme,
+            "stage": 3, "sub_group_size": plan.tile_numel, "offload_optimizer": nvme,
+            "offload_param": nvme if plan.params == "nvme" else {"device": plan.params},
             "stage3_param_persistence_threshold": 0,
         },
         "tiermem": {
