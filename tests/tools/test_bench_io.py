@@ -56,7 +56,7 @@ class Run:
         self.done = bench_io(
             folder,
             *("--path", *map(str, self.disks), "--size", "8MiB", "--block", "1MiB", "--depth", "4"),
-            *("--engine", "auto,threads", "--mode", "read,write,mixed,random,tensors,sustained", "--ranks", "1,2"),
+            *("--engine", "auto", "--mode", "read,write,mixed,random,tensors,sustained", "--ranks", "1,2"),
             *("--bytes", "40MiB", "--loops", "1", "--yardstick", str(yardstick), "--json", str(self.out / "x.json")),
             *("--csv", str(self.out / "x.csv"), "--plot", str(self.out / "x.png"), "--debug"),
         )
@@ -75,9 +75,8 @@ def test_there_is_a_row_for_every_setting(run: Run) -> None:
     assert len(found) == len(run.rows)
     paths = [*map(str, run.disks), "all"]
     expected = {
-        (mode, engine, 4096 if mode == "random" else 1 << 20, 4, ranks, path)
+        (mode, "auto", 4096 if mode == "random" else 1 << 20, 4, ranks, path)
         for mode in ("read", "write", "mixed", "random", "tensors")
-        for engine in ("auto", "threads")
         for ranks in (1, 2)
         for path in paths
     }
