@@ -54,7 +54,7 @@ class Course:
         if self.overlap != "backward":
             return set(), set()
         plan, busy_s, end_s, is_begun = self.plan, 0.0, 0.0, False  # until then: the disk, and the maths
-        homes = {Tier.NVME, Tier.HOST}
+        homes = {Tier.NVME} if self.is_gpu else {Tier.NVME, Tier.HOST}
         last = {index: place for place, use in enumerate(reversed(self.uses)) for index in use.units}
         waiting: list[tuple[int, float]] = []  # units that are home, and the disk's seconds for each
         for place, use in enumerate(reversed(self.uses)):

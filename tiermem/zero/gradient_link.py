@@ -76,9 +76,10 @@ class GradientLink:
                 part.data.record_stream(self._stream)
             self._under_way.append(self._thread.submit(self._take, slot, copied, hosted, store))
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], None]) -> concurrent.futures.Future[None]:
         """Calls a function on the helper thread, after all that was sent before has been stored."""
         self._under_way.append(self._thread.submit(self._run, function))
+        return self._under_way[-1]
 
     def join(self) -> None:
         """Blocks until all that was sent has been stored. Raises the first error since the last `join`."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -298,6 +300,7 @@ class GradientStore:
         self._link = GradientLink(store.device, links) if links is not None else None
         self._open: dict[Unit, OpenHome] = {}  # of units between `add` and `end`; the link's thread has it
         self._leaving: list[tuple[Unit, Slot, Move]] = []
+        self._arriving: collections.deque[tuple[Unit, concurrent.futures.Future[None] | None]] = collections.deque()
         self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
 
     def step_with(self, consume: Consume) -> None:
@@ -341,10 +344,16 @@ class GradientStore:
         With step_in_backward it steps the unit, on this thread: it blocks until the gradients have come.
         """
         if self._link is not None and self.home is not None:
-            self._link.call(lambda: self._end(unit))
+            self._arriving.append((unit, self._link.call(lambda: self._end(unit))))
         else:
             self._join_link()
             self._end(unit)
+            self._arriving.append((unit, None))
+
+    def arrived(self) -> Iterator[Unit]:
+        """The units that were ended since the last `join` and whose gradients have come from an accelerator, each once."""
+        while self._arriving and ((ended := self._arriving[0][1]) is None or ended.done()):
+            yield self._arriving.popleft()[0]
 
     def _add(self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool) -> None:
         if unit not in self._open:
@@ -455,7 +464,7 @@ class GradientStore:
 
     def is_home(self, unit: Unit) -> bool:
         """Whether no write of a unit's gradients is under way. Does not block."""
-        return all(each is not unit or move.is_done() for each, _, move in self._leaving)
+        return all(each is not unit or move.is_done() for each, _, move in list(self._leaving))
 
     def drop(self) -> None:
         """Discards the parts of the unit between `add` and `end`, and earlier errors. Blocks until the link is empty."""
@@ -500,6 +509,7 @@ class GradientStore:
             current_stream(self._stream.device).wait_stream(self._stream)
 
     def _join_link(self) -> None:
+        self._arriving.clear()
         if self._link is not None:
             try:
                 self._link.join()

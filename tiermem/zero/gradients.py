@@ -510,7 +510,8 @@ class GradientHomes:
                 self._tell_given(unit)
             self._stepped[unit] = [shard for shard in unit.shards if shard.gradient.is_there]
         self.store.end(unit)
-        self._on_arrival(unit)
+        for arrived in self.store.arrived():
+            self._on_arrival(arrived)
 
 
 def _fresh(shard: Shard) -> bool:

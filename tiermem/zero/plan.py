@@ -223,9 +223,11 @@ class Planner:
         self._kept_part = 0.0 if self._states is device else 1.0 - policy.optim_ratio  # of them, on the device
         self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)
         wanted = policy.wanted_overlap(self._states, is_gpu)
-        self._may_attempt = wanted == "backward" and self._states is Tier.NVME and not is_gpu
+        self._may_attempt = wanted == "backward" and self._states is Tier.NVME
         in_memory = [u for u in self._trainable if homes.get(u.index) is Tier.HOST]
-        self._drafted = in_memory if self._may_attempt else []  # units of which such steps change a second copy
+        self._drafted = (
+            in_memory if self._may_attempt and not is_gpu else []
+        )  # units of which such steps change a second copy
         rests_on_host = is_gpu and policy.activations is Tier.HOST
         self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
