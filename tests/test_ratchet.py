@@ -27,7 +27,7 @@ ADDED = {
     "optimizers for ordinary parameters and DTensors, averages, exports, Lightning": (4, 1092),
     "the native step program, a step under the next forward": (4, 919),
     "a step under backward, gradients of a device that come to tiles": (3, 379),
-    "steps beside maths for weights that rest in memory": (0, 74),
+    "steps beside maths for weights that rest in memory": (0, 72),
     "bench overlap, overlap in forecasts and pictures, sustained rates": (5, 909),
     "activations and units chosen by cost, a KV cache's room, an accelerator that is emptied": (2, 496),
     "parameters that are unfrozen after sharding": (2, 372),

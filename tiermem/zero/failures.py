@@ -268,7 +268,7 @@ class Watch:
             place = self._board.read(f"rank/{rank}")
             if place is not None:
                 self._known[rank] = place
-        lost = {rank for rank, place in self._known.items() if _has_died(*place)}
+        lost = {rank for rank, place in list(self._known.items()) if _has_died(*place)}
         for rank in self._others:
             lost.update(self._board.read(f"rank/{rank}/lost") or ())
         if not lost and self._me != 0 and self._board.is_gone and self._board.is_kept_by_rank_0:

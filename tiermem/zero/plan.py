@@ -36,7 +36,7 @@ _ACTIVATION_BUFFERS = 8
 
 CONTEXT = "context"
 _STATES = "optimizer states"
-_ATTEMPTS = "what steps under backward write"
+_ATTEMPTS, _DRAFTS = "slot of steps under backward", "second copies of weights, for steps under backward"
 _FACTORS = (8, 8)
 
 T = TypeVar("T")
@@ -124,8 +124,8 @@ class Plan:
     @property
     def without_attempts(self) -> Plan:
         """The same plan without room for steps under backward."""
-        rows = [row for row in self.rows if row.what != _ATTEMPTS]
-        on_host = sum(row.num_bytes for row in self.rows if row.what == _ATTEMPTS and row.tier is Tier.HOST)
+        rows = [row for row in self.rows if row.what not in (_ATTEMPTS, _DRAFTS)]
+        on_host = sum(row.num_bytes for row in self.rows if row.what == _DRAFTS)
         return dataclasses.replace(
             self,
             rows=rows,
@@ -224,10 +224,8 @@ class Planner:
         self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)
         wanted = policy.wanted_overlap(self._states, is_gpu)
         self._may_attempt = wanted == "backward" and self._states is Tier.NVME
-        in_memory = [u for u in self._trainable if homes.get(u.index) is Tier.HOST]
-        self._drafted = (
-            in_memory if self._may_attempt and not is_gpu else []
-        )  # units of which such steps change a second copy
+        may_draft = self._may_attempt and not is_gpu  # units in memory, of which such steps change a second copy
+        self._drafted = [u for u in self._trainable if may_draft and homes.get(u.index) is Tier.HOST]
         rests_on_host = is_gpu and policy.activations is Tier.HOST
         self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
@@ -426,7 +424,7 @@ class Planner:
         is_attempted = attempts and self._may_attempt and bool(resting or self._drafted)
         attempt, why = written if is_attempted else 0, f"overlap={policy.overlap!r}"
         sheet.add(_ATTEMPTS, Tier.NVME, attempt, why)
-        sheet.add(_ATTEMPTS, Tier.HOST, _pages(u.shard_bytes for u in self._drafted) * is_attempted, why)
+        sheet.add(_DRAFTS, Tier.HOST, _pages(u.shard_bytes for u in self._drafted) * is_attempted, why)
         return frozen, attempt
 
 
