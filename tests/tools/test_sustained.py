@@ -122,10 +122,12 @@ def test_plan_plans_with_it(
     said = " ".join(capsys.readouterr().out.split())
     assert "disk: 3.0 GB/s read, 0.5 written, measured in .; 9.0 GB written: 4.00 GB/s fell to 0.50" in said
     figures = json.loads((tmp_path / "plan.json").read_text())
-    none, window = figures["overlaps"]
+    none, window, early = figures["overlaps"]
     assert (none["overlap"], window["overlap"], window["limited_by"]) == ("none", "forward", "disk")
     assert figures["limits_s"] == window["limits_s"] and none["iteration_s"] > window["iteration_s"]
     assert (none["written_bytes"], none["extra_disk_bytes"]) == (window["written_bytes"], 0)
+    assert early["overlap"] == "backward" and early["written_bytes"] == none["written_bytes"]
+    assert early["extra_disk_bytes"] > 0 == early["extra_host_bytes"] and early["iteration_s"] < window["iteration_s"]
 
 
 def test_tune_keeps_it(tmp_path: Path, asked: list[tuple[Path, float]]) -> None:

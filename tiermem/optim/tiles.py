@@ -259,9 +259,8 @@ class StateTiles:
 
     def _accept(self) -> None:
         """Makes the weights that `attempt` steps in memory those of their units. They may still be under way."""
-        for live in dict.fromkeys(tile.live for tile in self._shards.program.attempted):
-            if live in self._drafts:
-                live.exchange(self._drafts[live])
+        for live in {tile.live for tile in self._shards.program.attempted} & self._drafts.keys():
+            live.exchange(self._drafts[live])
 
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy = self._shards.policy

@@ -339,9 +339,8 @@ class Prefetcher(Generic[T]):
         live.let_go()
         if not may_evict or not live.is_streamed or live.num_users or live.state is not UnitState.PRESENT:
             return
-        if self._limits.reuse_numel == math.inf or live.unit.is_in_place:
-            return
-        if self._distance_numel(live) > self._limits.reuse_numel:
+        is_bounded = self._limits.reuse_numel < math.inf and not live.unit.is_in_place
+        if is_bounded and self._distance_numel(live) > self._limits.reuse_numel:
             self._evict(live)
 
     def empty(self) -> None:

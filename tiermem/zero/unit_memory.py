@@ -368,9 +368,8 @@ class UnitMemory:
 
     def hold(self, slot: Slot) -> None:
         """Makes an arena buffer the unit's memory for life, content undefined (CPU, resident units and those in place)."""
-        self._is_held = True
         self.full = self.travels = apart(slot.tensor[: self.unit.full_bytes]).view(self.unit.full_dtype)
-        self._storage = self.full.untyped_storage()
+        self._is_held, self._storage = True, self.full.untyped_storage()
         self.views = [self.full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
 
     def allocate(self, outside: bool = False) -> None:

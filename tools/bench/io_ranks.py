@@ -299,7 +299,11 @@ def _obey(connection: Connection, job: Job) -> None:
     try:
         with prepare(job) as run:
             connection.send(READY)
-            start_s = connection.recv()
+            try:
+                start_s = connection.recv()
+            except EOFError:  # the benchmark has ended, and its SIGTERM is not to cut the unwinding short either
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                raise
             if start_s is None:  # another rank cannot
                 return
             time.sleep(max(0.0, start_s - time.monotonic()))
