@@ -33,18 +33,15 @@ HOMES: dict[str, dict[str, Any]] = {
     "nvme, half of the states": {"params": Tier.NVME, "optim": Tier.NVME, "optim_ratio": 0.5},
     "host, gradients on device": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
     "nvme, gradients on device": {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE},
-    "nvme, stepped early": {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "backward"},
+    (EARLY := "nvme, stepped early"): {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "backward"},
 }
-OTHERS = [home for home in HOMES if home not in ("nvme", "nvme, stepped early")]
-EVERY = [(name, home) for name in PROGRAMS for home in HOMES if (name, home) != ("stepped_in_backward", [*HOMES][-1])]
+OTHERS = [home for home in HOMES if home not in ("nvme", EARLY)]
+EVERY = [(name, home) for name in PROGRAMS for home in HOMES if (name, home) != ("stepped_in_backward", EARLY)]
 FEW = {(name, "nvme") for name in PROGRAMS}
 FEW |= {(name, OTHERS[i % len(OTHERS)]) for i, name in enumerate(list(PROGRAMS)[::2])}
 FEW |= {("read_after_steps", "host, gradients on device"), ("saved_and_resumed", "nvme, gradients on device")}
 FEW |= {(name, "nvme, gradients on device") for name in ("unfrozen", "one_matrix_of_muon")}
-FEW |= {
-    (name, "nvme, stepped early")
-    for name in ("plain", "clipped", "accumulated", "tied", "seen_from_outside", "in_fp16")
-}
+FEW |= {(name, EARLY) for name in ("plain", "clipped", "accumulated", "tied", "seen_from_outside", "in_fp16")}
 
 
 def run(name: str, home: str, device: str, folder: Path) -> Found:
@@ -110,7 +107,7 @@ def test_a_program_computes_the_same_under_every_schedule(
 def test_tiles_on_nvme_are_stepped_while_backward_runs_on_the_device(sim: ModuleType, tmp_path: Path) -> None:
     """How many is a matter of time: a unit is stepped when its gradients have come and a later unit's are on their way."""
     sim.set_schedule("at_once")
-    policy = OffloadPolicy(paths=[tmp_path], tile_numel=8192, persistence_numel=50, **HOMES["nvme, stepped early"])
+    policy = OffloadPolicy(paths=[tmp_path], tile_numel=8192, persistence_numel=50, **HOMES[EARLY])
     model = seeded(lambda: Tower(num_blocks=10))
     with tiermem.shard(model, policy, device="sim") as shards:
         optim, num_early = tiermem.AdamW(model.parameters(), lr=1e-2), 0

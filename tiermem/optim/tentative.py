@@ -10,8 +10,8 @@ that its gradient stays as it is. The norm of all gradients is known only at the
 finite. Until the step every fetch, read and save finds old weights, states and counts. Another backward drops the results;
 each change of a state drops them, too.
 
-Tiles with a part in memory wait for the step. What a rank attempts is its own affair: results are the same bits in any case, so
-ranks need not agree.
+Tiles whose states rest in memory wait for the step. Of weights that rest there a second copy is stepped. What a rank attempts
+is its own affair: results are the same bits in any case, so ranks need not agree.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Watch:
 
     First case: a rank is gone. A backend only reports that a connection was closed, and then closes its own connections. So
     every rank gets errors from its neighbours, and the first failure cannot be told from the others. Therefore every rank
-    posts its host and process, and a rank whose collective has failed, or waits for long, checks (after a failure for 10 s):
+    posts its host and process, and a rank whose collective has failed checks, for up to 10 s (1 and 2 in a long wait, too):
 
         1  whether another rank has already named the lost rank (each rank posts the lost rank that it found)
         2  whether a process on its own host is no longer alive

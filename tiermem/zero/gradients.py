@@ -109,7 +109,7 @@ class GradientHomes:
         self._reserve(units, plan)
 
     def call_on_arrival(self, function: Callable[[Unit], None]) -> None:
-        """Sets the function to call when a unit's gradients of a backward are on their tier, or on their way there."""
+        """Sets the function to call when a unit's gradients of a backward are on their tier, or on their way to NVMe."""
         self._on_arrival = function
 
     @property

@@ -274,7 +274,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
-    """The limits of a plan's buffers and of the policy's four ZeRO-3 sizes. Resident units do not count."""
+    """Limits of a plan's buffers and of the policy's four ZeRO-3 sizes. Resident units and those in place do not count."""
     ahead = math.inf if policy.prefetch_numel is None else policy.prefetch_numel
     return Limits(
         num_full=plan.units.num,
