@@ -437,6 +437,19 @@ int tm_program_take(tm_program *program, uint64_t tile, void *to) {
     return 1;
 }
 
+int tm_program_forget(tm_program *program, uint32_t unit) {
+    if (!program)
+        return -EINVAL;
+    if (program->owner != getpid())
+        return -EPIPE;
+    Lock lock(program->mutex);
+    for (tm_program_tile &tile : program->tiles)
+        if (tile.unit == unit)
+            for (tm_transfer &read : tile.reads)
+                read.kept = nullptr;
+    return 0;
+}
+
 // ---- quiet, stop, report --------------------------------------------------------------------------------------------
 
 static bool is_quiet(const tm_program *p) {

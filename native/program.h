@@ -1,6 +1,6 @@
 // program: what the files of the step program share.
 //
-//     program.cpp          what callers ask: begin, run, next, done, wait, take, stop, report
+//     program.cpp          what callers ask: begin, run, next, done, wait, take, forget, stop, report
 //     program_thread.cpp   the thread: reads ahead, checks, steps, sums and writes
 //
 // One mutex guards everything; the thread gives it up while a kernel or a checksum runs. A tile that the thread or a

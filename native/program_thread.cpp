@@ -3,6 +3,7 @@
 
 #include "program.h"
 
+#include <algorithm>
 #include <atomic>
 #include <errno.h>
 #include <string.h>
@@ -144,10 +145,25 @@ static bool is_any(const tm_program *p, tm_tile_state low, tm_tile_state high) {
     return false;
 }
 
+// Copies what memory has of the tile's reads to its buffer; the rest is to be read from files.
+static void copy_kept(tm_program *p, tm_program_tile *tile) {
+    for (const tm_transfer &read : tile->reads) {
+        if (!read.kept)
+            continue;
+        memcpy(tm_program_place(p, tile, read.buffer), read.kept, read.length);
+        const char *begin = (const char *)read.buffer, *end = begin + read.length;
+        const auto is_copied = [&](const tm_piece &piece) { return piece.data >= begin && piece.data < end; };
+        tile->checks.erase(std::remove_if(tile->checks.begin(), tile->checks.end(), is_copied), tile->checks.end());
+    }
+    const auto is_kept = [](const tm_transfer &read) { return read.kept != nullptr; };
+    tile->reads.erase(std::remove_if(tile->reads.begin(), tile->reads.end(), is_kept), tile->reads.end());
+}
+
 static void start_reads(tm_program *p, tm_program_tile *tile) {
     tile->is_due = false;
     if (tile->state == TM_WAITING || !tile->reads.empty())
         tile->state = TM_READING;
+    copy_kept(p, tile);
     const int priority = tile->is_urgent ? (int)TM_URGENT : p->priority;
     submit(p, tile, tile->reads, TM_READ, priority,
            p->phase == TM_PHASE_BEGUN ? tile->times.begun_ns : tile->times.read_ns);

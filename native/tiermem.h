@@ -11,7 +11,7 @@
  *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_blocks_unpack · tm_blocks_pack · tm_gradient_store
  *            tm_isa_choose
  *   checksum tm_crc32c · tm_crc32c_combine · tm_crc32c_join
- *   program  tm_program_open · _begin · _run · _add · _next · _done · _wait · _take · _quiet · _stop · _report · _close
+ *   program  tm_program_open · _begin · _run · _add · _next · _done · _wait · _take · _forget · _quiet · _stop · _report · _close
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
  * declarations only.
@@ -399,7 +399,7 @@ int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, cons
  * does it; or it brings bytes from elsewhere, and the step follows
  *
  *     read     as many tiles ahead as buffers are free, by their turns; tiles of an urgent unit first
- *     check    compares CRC-32Cs of what was read; a difference ends the run
+ *     check    compares CRC-32Cs of what was read, but not of bytes that came from kept memory; a difference ends the run
  *     step     one tile at a time, the first in order that has been read, urgent ones first: tm_optimizer_step for each
  * of its parts; then its weights are copied to where tm_program_take asked for them sum      stores the CRC-32Cs of
  * what is about to be written write    in the background of the next tiles; its end frees the buffer
@@ -417,6 +417,7 @@ typedef struct tm_transfer {
     void *buffer;
     uint64_t length;
     uint64_t offset;
+    const void *kept; /* of a read: memory that has the same bytes until tm_program_forget; NULL: there is none */
     int32_t fd;
     int32_t reserved;
 } tm_transfer;
@@ -528,6 +529,10 @@ int tm_program_wait(tm_program *program, int64_t unit, int32_t is_written, int64
  * buffer is in other use already, and the write has ended. NULL: takes the request back; on return nothing is copied to
  * it any more. */
 int tm_program_take(tm_program *program, uint64_t tile, void *to);
+
+/* The memory behind `kept` is about to change, for all tiles of a unit. On return nothing reads it any more: tiles that
+ * have no buffer yet read the file. */
+int tm_program_forget(tm_program *program, uint32_t unit);
 
 /* Waits until no transfer of the program is in a queue: of a run until it has ended, or until the tiles that it has
  * been given have; of begun tiles until they are read. */

@@ -225,6 +225,11 @@ class Program(Generic[T]):
             self.drop()
             raise
 
+    def forget(self, unit: int) -> None:
+        """Before memory changes that `TileWork.kept` has named for a unit: on return no run reads it. Does not block."""
+        if self._native is not None:
+            self._native.forget(unit)
+
     @property
     def is_running(self) -> bool:
         """Whether a run is under way: `finish` has not returned since its `start`."""

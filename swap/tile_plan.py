@@ -74,6 +74,9 @@ class TileWork(Protocol[T_contra]):
     def late_reads(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
         """What is final only when the run begins."""
 
+    def kept(self, tile: T_contra) -> int:
+        """The address of memory that has the bytes of `late_reads`, one behind the other, until `Program.forget`; 0: none."""
+
     def writes(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
         """What is written back."""
 
@@ -138,9 +141,11 @@ class TilePlans:
         writes, steps = work.writes(tile, slot), work.steps(tile, slot)
         shown = writes[-1] if work.is_shown(tile) else None
         read = self.reads(tile, late if begun is not None else [*early, *late], work.unit(tile))
+        kept = self._kept(read.native.reads, late, work.kept(tile))
         plan = self._store.plans.writes(writes, is_apart) if writes else None
         sums, written = self._store.sums.rows_of(writes, is_apart)
         native = read.native._replace(
+            reads=kept,
             flags=CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None),
             key=read.native.key if begun is None else begun.native.key,
             steps=[step.struct for step in steps or ()],
@@ -152,6 +157,15 @@ class TilePlans:
         ops, expected = ([], []) if begun is None else (begun.ops, begun.expected)
         apart = written if is_apart else ()
         return TilePlan(tile, native, [*ops, *read.ops], [*expected, *read.expected], plan, apart, shown, keep)
+
+    def _kept(self, reads: Sequence[Transfer], late: Sequence[Range], address: int) -> Sequence[Transfer]:
+        """The same transfers; those of late ranges say where memory has their bytes, if it has."""
+        for _, _, data in late if address else ():
+            begin, end = data.data_ptr(), data.data_ptr() + data.numel()
+            here = address - begin
+            reads = [r._replace(kept=r.address + here) if begin <= r.address < end else r for r in reads]
+            address += data.numel()
+        return reads
 
     def note(self, plan: TilePlan[T], name: str, has_failed: bool) -> None:
         """Tells the store that the writes of a plan have been made, or that they failed."""

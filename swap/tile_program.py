@@ -40,6 +40,7 @@ class Transfer(NamedTuple):
     length: int
     offset: int
     fd: int
+    kept: int = 0  # of a read: the address of memory that has the same bytes until `forget`; 0: there is none
 
 
 class NativeTile(NamedTuple):
@@ -190,6 +191,10 @@ class TileProgram:
         to = ffi.cast("void *", address)
         return check(lib.tm_program_take(self.handle, tile, to), "taking a tile's weights") == 1
 
+    def forget(self, unit: int) -> None:
+        """Before memory that is `kept` for a unit's tiles changes: on return nothing reads it any more."""
+        check(lib.tm_program_forget(self.handle, unit), f"forgetting what memory has for unit {unit}")
+
     def quiet(self) -> None:
         """Blocks until no transfer is under way: a run ends first. Does nothing after `close`."""
         if self._handle != ffi.NULL:
@@ -252,5 +257,6 @@ def _tiles(tiles: Sequence[NativeTile]) -> tuple[Any, list[Any]]:
 def _transfers(transfers: Sequence[Transfer]) -> Any:
     cast = ffi.cast
     return ffi.new(
-        "tm_transfer[]", [(t.queue, cast("void *", t.address), t.length, t.offset, t.fd, 0) for t in transfers]
+        "tm_transfer[]",
+        [(t.queue, cast("void *", t.address), t.length, t.offset, cast("void *", t.kept), t.fd, 0) for t in transfers],
     )

@@ -120,12 +120,13 @@ def test_states_in_memory_go_on_beside_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("grads", [Tier.HOST, Tier.NVME])
 def test_a_step_under_backward_takes_the_disk_when_it_is_free(grads: Tier, num_micro: int, tmp_path: Path) -> None:
-    """It writes the same bytes; weights that are stepped there are read by the next forward."""
+    """It writes the same bytes. The next forward reads weights that are stepped there, whose gradients were in memory."""
     given: dict[str, Any] = {"grads": grads, "num_micro": num_micro, "num_blocks": 40}
     window, weights = forecast("forward", 16e-9, tmp_path, **given)
     early, _ = forecast("backward", 16e-9, tmp_path, **given)
     assert early.total_s < (0.97 if num_micro == 1 else 0.99) * window.total_s
-    assert 0 < early.edge_bytes(NVME_TO_HOST) - window.edge_bytes(NVME_TO_HOST) <= weights
+    more = early.edge_bytes(NVME_TO_HOST) - window.edge_bytes(NVME_TO_HOST)
+    assert 0 < more <= weights if grads is Tier.HOST else abs(more) < weights / 10
     assert early.edge_bytes(HOST_TO_NVME) == window.edge_bytes(HOST_TO_NVME)
     assert early.total_s >= early.limits_s[early.limited_by] * 0.999
 

@@ -94,7 +94,7 @@ struct Run {
         for (uint32_t i = 0; i < num_buffers; ++i)
             buffers.push_back(memory.data + i * TILE);
         for (uint32_t i = 0; i < n; ++i) {
-            transfers.push_back({w->queue.q, memory.data, TILE, i * TILE, w->file.fd, 0});
+            transfers.push_back({w->queue.q, memory.data, TILE, i * TILE, nullptr, w->file.fd, 0});
             pieces.push_back({memory.data, TILE, &w->crcs[i], &w->is_known[i]});
             steps.push_back(w->step_of(i, memory.data));
         }
@@ -279,6 +279,55 @@ static void test_begun_tiles_go_on_in_the_run(uint32_t num_begun, bool is_quiet)
     for (uint32_t i = 0; i < 6; ++i)
         world.check_tile(i, true);
     CHECK_EQUAL(world.queue.counters().read_bytes, 6 * TILE);
+}
+
+// ---- reads that memory answers --------------------------------------------------------------------------------------
+
+// The file and the checksums have other bytes than memory, so that the results tell which were stepped.
+static void test_kept_bytes_are_not_read(uint32_t num_buffers) {
+    World world(6);
+    Run run(&world, num_buffers);
+    std::vector<std::vector<char>> kept;
+    for (uint32_t i = 0; i < 6; ++i)
+        kept.push_back(world.first(i + 50));
+    for (uint32_t i = 0; i < 6; i += 2)
+        run.transfers[i].kept = kept[i].data();
+    CHECK_EQUAL(run.start(), 0);
+    CHECK_EQUAL(run.wait(), 0);
+    CHECK_EQUAL(run.report().error, 0);
+    for (uint32_t i = 0; i < 6; ++i) {
+        std::vector<char> expected = i % 2 ? world.first(i) : kept[i];
+        const tm_step step = world.step_of(i, expected.data());
+        CHECK_EQUAL(tm_optimizer_step(nullptr, &step), 0);
+        CHECK(world.get(i) == expected);
+    }
+    CHECK_EQUAL(world.queue.counters().read_bytes, 3 * TILE);
+}
+
+// With one buffer, which a caller holds, no other tile has begun.
+static void test_forgotten_bytes_are_read() {
+    World world(6);
+    Run run(&world, 1);
+    std::vector<std::vector<char>> kept;
+    for (uint32_t i = 0; i < 6; ++i)
+        kept.push_back(world.first(i));
+    for (uint32_t i = 0; i < 6; ++i)
+        run.transfers[i].kept = kept[i].data();
+    run.tiles[0].flags = TM_TILE_BROUGHT;
+    CHECK_EQUAL(run.start(), 0);
+    uint64_t tile;
+    int32_t buffer;
+    CHECK_EQUAL(tm_program_next(world.program, -1, &tile, &buffer), 0);
+    CHECK_EQUAL(tm_program_forget(world.program, 0), 0); // tiles 0 and 1
+    CHECK_EQUAL(tm_program_forget(world.program, 2), 0); // tiles 4 and 5
+    CHECK_EQUAL(tm_program_forget(world.program, 9), 0);
+    for (uint32_t i : {0u, 1u, 4u, 5u})
+        memset(kept[i].data(), 0x55, TILE);
+    CHECK_EQUAL(tm_program_done(world.program, tile, 0), 0);
+    CHECK_EQUAL(run.wait(), 0);
+    for (uint32_t i = 0; i < 6; ++i)
+        world.check_tile(i, true);
+    CHECK_EQUAL(world.queue.counters().read_bytes, 3 * TILE);
 }
 
 static void test_begun_tiles_are_dropped() {
@@ -552,6 +601,9 @@ int main() {
     RUN(test_tiles_are_read_by_their_turns);
     RUN(test_a_run_that_never_gets_its_rest_is_stopped);
     RUN(test_begun_tiles_are_dropped);
+    RUN(test_kept_bytes_are_not_read, 1);
+    RUN(test_kept_bytes_are_not_read, 4);
+    RUN(test_forgotten_bytes_are_read);
     RUN(test_a_begun_read_that_fails_ends_the_run);
     RUN(test_called_tiles_are_computed_by_callers);
     RUN(test_a_caller_that_fails_ends_the_run);

@@ -66,6 +66,9 @@ class Momentum:
     def late_reads(self, tile: str, slot: Slot | None) -> list[Range]:
         return []
 
+    def kept(self, tile: str) -> int:
+        return 0
+
     def writes(self, tile: str, slot: Slot | None) -> list[Range]:
         return self._ranges(tile, slot)
 

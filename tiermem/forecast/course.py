@@ -44,6 +44,10 @@ class Course:
         """Micro-batches that one fetch of a unit serves."""
         return self.num_micro if self.policy.accumulation == "layers" else 1
 
+    def early_load(self, load: TileLoad) -> TileLoad:
+        """What a step of a tile under backward moves."""
+        return load if self.is_gpu else load.without_gradients()
+
     def stepped_early(self, loads: Sequence[TileLoad]) -> tuple[set[int], set[int]]:
         """The units that the disk has time to step under the maths of the last backward, and those that it begins there.
 
@@ -67,7 +71,7 @@ class Course:
                 stepped.append(index)
             is_begun, busy_s = busy_s > end_s, max(busy_s, end_s)
             for unit in of_use:
-                of_unit = [load for load in loads if load.unit == unit.index]
+                of_unit = [self.early_load(load) for load in loads if load.unit == unit.index]
                 if of_unit and plan.unit_homes.get(unit.index) in homes:
                     seconds = sum(self._disk_s(load.read_bytes, load.written_bytes) for load in of_unit)
                     waiting.append((unit.index, seconds))

@@ -122,6 +122,10 @@ class TileLoad(NamedTuple):
     brought_bytes: int = 0
     num_tiles: int = 1
 
+    def without_gradients(self) -> TileLoad:
+        """The load where memory still has the gradients that go to NVMe."""
+        return self._replace(read_bytes=self.lasting_bytes)
+
 
 def tile_loads(
     units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, shard_rank: int, most_tiles: int = MOST_TILES
@@ -144,6 +148,16 @@ def tile_loads(
             made[key] = _load(unit, numel, home, size, plan, policy)
         loads.append(made[key])
     return _together(loads, -(-len(loads) // most_tiles))
+
+
+def still_buffered(plan: Plan, uses: Sequence[Use], is_gpu: bool) -> set[int]:
+    """The units, by index, whose gradients the buffers of gradients still have when the last backward has ended."""
+    if plan.grads is not Tier.NVME or is_gpu:
+        return set()
+    used = dict.fromkeys(index for use in uses for index in use.units)
+    trained = [unit.index for unit in plan.division.units if unit.is_trainable]
+    at_last = [index for index in reversed(used) if index in trained] + [each for each in trained if each not in used]
+    return set(at_last[-plan.gradients.num :])
 
 
 def _cut(unit: Unit, tile_numel: int, policy: OffloadPolicy, shard_rank: int) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tiermem.forecast.course import Course
-from tiermem.forecast.loads import Send, TileLoad, Use, gathers, reductions, tile_loads, updates
+from tiermem.forecast.loads import Send, TileLoad, Use, gathers, reductions, still_buffered, tile_loads, updates
 from tiermem.forecast.rates import Task
 from tiermem.policy import Tier
 from tiermem.zero.packed import gathers_packed
@@ -75,6 +75,7 @@ class StepBuilder:
         self._last = -1  # the program's latest task: its next tasks come after it
         self._arrivals: dict[int, int] = {}  # unit -> the task after which the unit is present
         self._loads = tile_loads(self._units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles)
+        self._buffered = still_buffered(course.plan, course.uses, course.is_gpu)
         self._played = [_PlayedUnit(unit, self, course) for unit in self._units]
         again = [use.units for use in reversed(course.uses) if use.reads_again]
         order = Order(self._streamed([use.units for use in course.uses]), self._streamed(again))
@@ -284,12 +285,12 @@ class StepBuilder:
             writes = self._tiles([load for load in self._loads if load.unit == unit.index], [], [after])
             self._last = self._add(f"stepped {unit.name}", MATHS, 0.0, [self._last, after, *writes])
         elif self._is_last and unit.index in self._early:
-            self._step_early(unit, [after, *self._grad_writes[-1:]])
+            self._step_early(unit, [after, *(self._grad_writes[-1:] if course.is_gpu else [])])
 
     def _step_early(self, unit: Unit, at_home: list[int]) -> None:
         """Steps a unit whose gradients are home while backward goes on."""
         before, self._phase = self._phase, self._phase.replace(BACKWARD, STEP)
-        loads = [load for load in self._loads if load.unit == unit.index]
+        loads = [self._course.early_load(load) for load in self._loads if load.unit == unit.index]
         writes = self._tiles(loads, [], at_home, self._step_writes)
         if unit.index in self._whole:
             self._stepping.pop(unit.index)
@@ -350,7 +351,8 @@ class StepBuilder:
         def place(load: TileLoad) -> int:
             return -1 if self._units[load.unit].is_resident else expected.get(load.unit, len(expected))
 
-        return sorted((load for load in self._loads if load.unit not in self._early), key=place)
+        loads = (load for load in self._loads if load.unit not in self._early)
+        return sorted((each.without_gradients() if each.unit in self._buffered else each for each in loads), key=place)
 
     def _tiles(
         self, loads: Sequence[TileLoad], begun: list[int], first: Sequence[int], earlier: Sequence[int] = ()

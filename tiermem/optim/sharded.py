@@ -72,7 +72,7 @@ class ShardedModel:
                 return None
             shards.prefetcher.empty()
             shards.homes.write_zeros()
-            shards.homes.store.settle()
+            shards.homes.store.await_writes()
             norm = shards.homes.norm() / scale
             if self.is_refused(norm):
                 if self._tentative is not None:

@@ -180,6 +180,11 @@ class TilePass:
         """The bytes that are final when the step begins: gradients."""
         return _into(slot, self._gradient_parts(tile))
 
+    def kept(self, tile: Tile) -> int:
+        """The address of its gradients in memory from which they are, or were, written to NVMe; 0: only NVMe has them."""
+        kept = self._shards.homes.store.kept(tile.live.unit) if self._reads_gradients else None
+        return 0 if kept is None else kept.data_ptr() + tile.start * tile.grad_dtype.itemsize
+
     def has_lasting(self, tile: Tile) -> bool:
         """Whether `early_reads` has any bytes of a tile."""
         return bool(self._lasting_parts(tile))

@@ -246,7 +246,8 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
 #
 #     HOST, DEVICE    the memory is on the tier itself
 #     NVME            the memory is a buffer: read first if need be, written in the background afterwards. A unit is read
-#                     only after its write has ended
+#                     only after its write has ended. Until its buffer is wanted for another unit, steps copy the gradients
+#                     from there (`kept`)
 #     None            (step_in_backward) the memory is a buffer, and the unit is stepped from it at once
 #
 # The sums of squares are of fixed blocks of each parameter, in float64, in the order of elements. They do not depend on
@@ -299,9 +300,14 @@ class GradientStore:
         self._stream = new_stream(store.device) if home is Tier.DEVICE and is_accelerator(store.device) else None
         self._link = GradientLink(store.device, links) if links is not None else None
         self._open: dict[Unit, OpenHome] = {}  # of units between `add` and `end`; the link's thread has it
-        self._leaving: list[tuple[Unit, Slot, Move]] = []
+        self._leaving: list[tuple[Unit, Slot, Move]] = []  # buffers, also of writes that have ended
+        self._on_reuse: Callable[[int], None] = lambda unit: None
         self._arriving: collections.deque[tuple[Unit, concurrent.futures.Future[None] | None]] = collections.deque()
         self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
+
+    def call_on_reuse(self, function: Callable[[int], None]) -> None:
+        """Sets the function to call, with a unit's index, before what `kept` has returned for the unit changes."""
+        self._on_reuse = function
 
     def step_with(self, consume: Consume) -> None:
         """Sets the function that steps units in backward, when gradients are not kept."""
@@ -463,8 +469,17 @@ class GradientStore:
         self._leaving.append((unit, slot, move))
 
     def is_home(self, unit: Unit) -> bool:
-        """Whether no write of a unit's gradients is under way. Does not block."""
-        return all(each is not unit or move.is_done() for each, _, move in list(self._leaving))
+        """Whether a step can read a unit's gradients: no write is under way, or memory has them. Does not block."""
+        done = all(each is not unit or move.is_done() for each, _, move in list(self._leaving))
+        return done or self.kept(unit) is not None
+
+    def kept(self, unit: Unit) -> torch.Tensor | None:
+        """The bytes of a unit's gradients that rest on NVMe, if memory still has them; see `call_on_reuse`.
+
+        None with an accelerator, where another thread takes the buffers.
+        """
+        found = [slot for each, slot, _ in self._leaving if each is unit] if self._link is None else []
+        return found[-1].tensor if found else None
 
     def drop(self) -> None:
         """Discards the parts of the unit between `add` and `end`, and earlier errors. Blocks until the link is empty."""
@@ -478,13 +493,19 @@ class GradientStore:
             self._give_back(self._open.popitem()[1].slot)
 
     def settle(self) -> None:
-        """Blocks until every gradient is on its tier. Raises OSError."""
+        """Blocks until every gradient is on its tier, where it may be changed. Raises OSError."""
         self.join()
         while self._leaving:
             self._reap()
 
+    def await_writes(self) -> None:
+        """Blocks until every gradient is on its tier; what is `kept` stays. Raises OSError."""
+        self.join()
+        for _, _, move in self._leaving:
+            move.wait()
+
     def stop(self) -> None:
-        """Ends the link's thread and gives its buffers back. No backward may be under way."""
+        """Ends the link's thread and gives all buffers back, after `settle`. No backward may be under way."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -542,8 +563,9 @@ class GradientStore:
             self._pool.give_back(slot)
 
     def _reap(self) -> None:
-        _, slot, move = self._leaving.pop(0)
+        unit, slot, move = self._leaving.pop(0)
         try:
             move.wait()
         finally:
+            self._on_reuse(unit.index)
             self._give_back(slot)

@@ -24,7 +24,7 @@ import torch
 
 import tiermem
 from tiermem.engine import Engine
-from tiermem.forecast.loads import Use, uses_of
+from tiermem.forecast.loads import Use, still_buffered, uses_of
 from tiermem.forecast.rates import Compute
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.tile import Tile
@@ -57,7 +57,8 @@ from tiermem.zero.unit import Unit
 #     weights, backward     all but those that the unit buffers hold    -
 #                           and those of embeddings
 #     weights, step         where the master is made with them          the stepped ones
-#     gradients             what backward has written                   all, where they rest on NVMe
+#     gradients             what backward has written, but for what     all, where they rest on NVMe
+#                           it has stepped and its buffers still hold
 
 
 class Least(NamedTuple):
@@ -75,10 +76,17 @@ class Least(NamedTuple):
         return IoCounts.total(self)
 
     def with_steps_in_backward(self, written_bytes: int) -> Least:
-        """The least bytes when so much is written during backward: weights that were stepped there are fetched again."""
-        share = self.step.written_bytes / max(1, self.step.written_bytes + self.states.written_bytes)
-        again = round(share * max(0, written_bytes - self.gradients.written_bytes))
-        return self._replace(forward=IoCounts(self.forward.read_bytes + min(again, self.step.written_bytes), 0))
+        """The least bytes when so much is written during backward.
+
+        Weights that were stepped there are fetched again; their gradients were in memory.
+        """
+        stepped = max(0, written_bytes - self.gradients.written_bytes)
+        part = min(1.0, stepped / max(1, self.step.written_bytes + self.states.written_bytes))
+        again, (num_read, num_written) = round(part * self.step.written_bytes), self.gradients
+        return self._replace(
+            forward=IoCounts(self.forward.read_bytes + again, 0),
+            gradients=IoCounts(round((1 - part) * num_read), num_written),
+        )
 
 
 def least_bytes(plan: Plan, uses: Sequence[Use], tiles: Sequence[Tile], overlap: str) -> Least:
@@ -97,6 +105,8 @@ def least_bytes(plan: Plan, uses: Sequence[Use], tiles: Sequence[Tile], overlap:
     held = [index for index in used if index in plan.unit_homes][: plan.units.num]
     again = {index for use in uses if use.reads_again for index in use.units}.difference(held)
     gradients = sum(tile.grad_bytes for tile in tiles) if plan.grads is Tier.NVME else 0
+    buffered = still_buffered(plan, uses, bool(plan.on_device))
+    in_memory = sum(tile.grad_bytes for tile in tiles if tile.live.unit.index in buffered)
     return Least(
         states=IoCounts(states, states),
         forward=IoCounts(_bytes_of(fetched), 0),
@@ -105,7 +115,7 @@ def least_bytes(plan: Plan, uses: Sequence[Use], tiles: Sequence[Tile], overlap:
             sum(tile.slice_bytes for tile in stepped if tile.layout.reads_weight),
             sum(tile.slice_bytes for tile in stepped),
         ),
-        gradients=IoCounts(gradients, gradients),
+        gradients=IoCounts(gradients - in_memory, gradients),
     )
 
 
