@@ -10,7 +10,7 @@ Tiles are independent of each other. Tiles from fast paths overtake a tile on a 
 order. A native thread runs all of it (native/program.cpp) for tiles whose work is a list of native steps: no Python runs
 between the read and the write of such a tile. A thread of the program brings what such a tile needs beside the bytes on disk:
 gradients of an accelerator. The work of other tiles is a function of the caller, which `run` calls in its own thread when the
-tile's bytes have arrived.
+tile's bytes have arrived. It may leave work to an accelerator; the program's thread then waits for its end.
 
         Program.begin                         run, or start ... read the bytes of a unit ... finish
     ... backward ........................| read the rest | compute | write |
@@ -36,7 +36,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from tiermem.swap.arena import Pool, Slot
@@ -390,31 +390,42 @@ class Program(Generic[T]):
         if not isinstance(found, tuple):
             return found
         index, buffer = found
-        each, work, has_failed = self._running.planned[index], self._running.work, True
+        running, has_failed, is_left = self._running, True, False
+        each = running.planned[index]
+        rest: Callable[[], None] | None = None
         try:
             if each.is_native:  # and brought, beside tiles that are not native: its native steps follow
-                work.bring(each.tile, self._slots[buffer])
+                rest = functools.partial(running.work.bring, each.tile, self._slots[buffer])
             else:
                 self.num_called += 1
-                work.compute(each.tile, None if buffer < 0 else self._slots[buffer])
+                ended = running.work.compute(each.tile, None if buffer < 0 else self._slots[buffer])
+                rest = None if ended is None else ended.synchronize
+            if rest is not None:
+                self._help().submit(self._end_work, running, index, rest)
+                is_left = True
             has_failed = False
         finally:
-            program.done(index, has_failed)
+            if not is_left:
+                program.done(index, has_failed)
         return False
 
     def _bring_all(self, running: Running[T]) -> None:
-        """Brings what the tiles of a run need, until its end. In a thread of its own, which sleeps in between."""
-        program = self._program()
-        while isinstance(found := program.next(-1e-9), tuple):
+        """Brings what the tiles of a run need, until its end. In the program's thread, which sleeps in between."""
+        while isinstance(found := self._program().next(-1e-9), tuple):
             index, buffer = found
-            has_failed = True
-            try:
-                running.work.bring(running.planned[index].tile, self._slots[buffer])
-                has_failed = False
-            except Exception as error:
-                running.causes.append(error)  # before the run ends
-            finally:
-                program.done(index, has_failed)
+            tile, slot = running.planned[index].tile, self._slots[buffer]
+            self._end_work(running, index, functools.partial(running.work.bring, tile, slot))
+
+    def _end_work(self, running: Running[T], index: int, rest: Callable[[], None]) -> None:
+        """Ends the work on a tile with the rest of it. In the program's thread."""
+        has_failed = True
+        try:
+            rest()
+            has_failed = False
+        except Exception as error:
+            running.causes.append(error)  # before the run ends
+        finally:
+            self._program().done(index, has_failed)
 
     def _await(self, timeout_s: float) -> bool:
         """Whether the run ends within the time."""
@@ -454,7 +465,9 @@ class Program(Generic[T]):
         if is_raised:
             running.state.tell()
         if running.state.error is not None:
-            return copy.copy(running.state.error)
+            error = copy.copy(running.state.error)
+            error.__cause__ = running.state.error.__cause__
+            return error
         failure = self._program().failure()
         if failure is None:
             return OSError(errno.ECANCELED, "the step was ended before this part of it")

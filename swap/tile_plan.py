@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import torch
+
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Expected, Range, Written
 from tiermem.swap.entry import WritePlan
@@ -92,8 +94,9 @@ class TileWork(Protocol[T_contra]):
     def bring(self, tile: T_contra, slot: Slot) -> None:
         """Copies what does not come from disk to its buffer; blocks. In a thread of the program."""
 
-    def compute(self, tile: T_contra, slot: Slot | None) -> None:
-        """Changes the buffer, or memory, in place; blocks."""
+    def compute(self, tile: T_contra, slot: Slot | None) -> torch.Event | None:
+        """Changes the buffer, or memory, in place; blocks. Returns what a thread of the program waits for before the buffer is
+        written; None: nothing."""
 
 
 @dataclasses.dataclass(frozen=True)

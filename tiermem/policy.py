@@ -91,7 +91,8 @@ class OffloadPolicy:
     params: Annotated[Tier, _SHARDED_PARAMS] = Tier.DEVICE
     """Home of the (low-precision) parameters. HOST and NVME need stage 3."""
     optim: Annotated[Tier, _SHARDED_STATES] = Tier.DEVICE
-    """Home of the master weights and moments; the step runs on the CPU unless this is DEVICE on a GPU."""
+    """Home of the master weights and moments. What rests on an accelerator is stepped there, all else on the CPU, but for what
+    streamed_ratio sends there."""
     grads: Tier | None = None
     """Home of reduced gradients between backward and step. None: HOST when the budget has room, else NVME."""
     precision: Precision = dataclasses.field(default_factory=Precision)
@@ -250,6 +251,11 @@ class OffloadPolicy:
     optim_ratio: Annotated[float, Range("it is the offloaded part of the states, from 0 to 1", 0.0, 1.0)] = 1.0
     """Part of the states that rests at `optim`. The other tiles, evenly spread, rest on the accelerator and are stepped there.
     0 is as optim=DEVICE. Without an accelerator they rest on HOST."""
+    streamed_ratio: Annotated[float, Range("it is the streamed part of the tiles, from 0 to 1", 0.0, 1.0)] | None = None
+    """Part of the tiles that rest on HOST or NVME and are stepped on the accelerator, evenly spread: it copies their states,
+    weights and gradients to buffers of its own and back, while the CPU steps the others. Such a step ends before the next
+    forward. A tile of a whole matrix that is larger than a buffer is stepped on the CPU. Without an accelerator the field does
+    nothing. None: 0, as no rates are known here."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))

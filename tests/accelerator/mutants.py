@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 from tiermem.optim.sharded import ShardedModel
 from tiermem.optim.tile_step import TilePass
+from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tiles import StateTiles
 from tiermem.swap.accelerator import PageLock, ToHost
 from tiermem.swap.arena import Arena
 from tiermem.swap.device_memory import DeviceMemory
+from tiermem.swap.program import Program
 from tiermem.zero import gradients, shards
 from tiermem.zero.activations import _DiskRoom, _HostRoom, _Input, _Passing
 from tiermem.zero.gradient_link import GradientLink
@@ -126,11 +128,26 @@ MUTANTS = {
         "states on host",
     ),
     "a step does not wait for what the device has stepped": Mutant(
-        TilePass, "finish", "copied.synchronize()", "pass", "read_after_steps", "host, half of the states"
+        TilePass, "finish", "record(current_stream(self._store.device)).synchronize()", "pass", "read_after_steps",
+        "host, half of the states",
     ),
     "a buffer is written before the device has stepped what it holds": Mutant(
-        TilePass, "compute", "if tile.live.shard is None or self._reads_gradients:", "if False:", "plain",
-        "nvme, half of the states",
+        TilePass, "compute", "return ended if slot is not None else None", "return None", "plain", "nvme, half of the states"
+    ),
+    "a tile is sent to a buffer whose last tile has not left": Mutant(
+        TileStream, "begin", "stream.wait_event(left)", "pass", "plain", "host, most sent"
+    ),
+    "a tile that is sent is stepped before it has come": Mutant(
+        TileStream, "bring", "current_stream(self._device).wait_event(record(self._down))", "pass", "plain", "host, most sent"
+    ),
+    "a tile that is sent leaves before it is stepped": Mutant(
+        TileStream, "send_back", "self._up.wait_stream(current_stream(self._device))", "pass", "plain", "nvme, sent"
+    ),
+    "a step does not wait until the tiles that are sent have come back": Mutant(
+        TileStream, "join", "(self._down, self._up)", "(self._down,)", "read_after_steps", "host, most sent"
+    ),
+    "a buffer is written before a tile that is sent has come back": Mutant(
+        Program, "_end_work", "rest()", "pass", "plain", "nvme, sent"
     ),
     "a tile is stepped before its gradients are there": Mutant(
         TilePass, "bring", "copied.synchronize()", "pass", "plain", "host, gradients on device"
@@ -140,7 +157,7 @@ MUTANTS = {
         "host, gradients on device",
     ),
     "what the device has stepped stays there": Mutant(
-        TilePass, "compute", "original.copy_(copy, non_blocking=is_accelerator(copy.device))", "pass", "plain",
+        TilePass, "_send_back", "original.copy_(copy, non_blocking=is_accelerator(copy.device))", "pass", "plain",
         "host, half of the states",
     ),
     "norms leave out the factors that are on the device": Mutant(

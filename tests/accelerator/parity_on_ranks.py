@@ -41,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce"},
     "stage 2, tiny": {"stage": 2, "precision": Precision.preset("tiny")},
     "stage 3, half of the states": {**_HOST, "precision": Precision.preset("compact"), "optim_ratio": 0.5},
+    "stage 3, host, half sent": {**_HOST, "precision": Precision.preset("tiny"), "streamed_ratio": 0.5},
+    "stage 2, states on nvme, sent": {"stage": 2, "optim": Tier.NVME, "streamed_ratio": 1.0},
     "MiCS": {**_HOST, "shard_group_size": 2},
     "hpZ": {**_HOST, "secondary_group_size": 2},
     "qwZ": {**_HOST, "quantised_gather": True},

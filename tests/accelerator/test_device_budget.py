@@ -24,6 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "host, gradients on device": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
     "host, states on device": {"params": Tier.HOST, "optim": Tier.DEVICE},
     "host, half of the states": {"params": Tier.HOST, "optim": Tier.HOST, "optim_ratio": 0.5},
+    "host, most sent": {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 0.8},
     "nvme, widened": {"params": Tier.NVME, "optim": Tier.NVME, "compute_dtype": "fp32"},
 }
 

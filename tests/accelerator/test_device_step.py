@@ -1,4 +1,6 @@
-"""Do states that rest on a device, all of them or a part, end with the CPU kernel's bits: every optimizer, precision, stage?
+"""Do states that an accelerator steps end with the CPU kernel's bits: every optimizer, precision, stage?
+
+They rest on it, all of them or a part; or they rest on HOST or NVMe, and all of their tiles or a part are sent to it.
 
 The twin trains on the CPU with everything in memory. What is compared: losses, weights, and every state in fp32.
 """
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +61,11 @@ PRECISIONS = PRESETS | {
     "fp16": Precision("fp16", "fp16"),
 }
 ALL_THERE = {"params": Tier.DEVICE, "optim": Tier.DEVICE}
+THERE: dict[str, dict[str, Any]] = {
+    "all there": ALL_THERE,
+    "sent from host": {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 0.5},
+    "sent from nvme": {"params": Tier.NVME, "optim": Tier.NVME, "streamed_ratio": 1.0},
+}
 FEW = {
     ("AdamW", "tiny"),
     ("AdamW amsgrad", "8-bit blocks"),
@@ -113,16 +122,18 @@ def on_cpu(optimizer: str, precision: str, num_steps: int = 3) -> Found:
 # ---- every optimizer, precision and stage ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("home", THERE)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [pytest.param(o, p, marks=[] if (o, p) in FEW else [pytest.mark.slow]) for o in OPTIMIZERS for p in PRECISIONS],
 )
 def test_states_on_the_device_have_the_cpu_kernels_bits(
-    optimizer: str, precision: str, sim: ModuleType, tmp_path: Path
+    optimizer: str, precision: str, home: str, sim: ModuleType, tmp_path: Path
 ) -> None:
+    size = {"tile_numel": 16384} if optimizer == "Muon" and "sent" in home else {}  # which holds a whole matrix
     for schedule in ("late", "random:2"):
         sim.set_schedule(schedule)
-        mine = train(OPTIMIZERS[optimizer], precision, "sim", policy_of(precision, tmp_path, **ALL_THERE))
+        mine = train(OPTIMIZERS[optimizer], precision, "sim", policy_of(precision, tmp_path, **THERE[home], **size))
         assert differences(mine, on_cpu(optimizer, precision)) == [], schedule
 
 
@@ -150,7 +161,10 @@ def test_masters_of_init_reach_the_device(precision: str, sim: ModuleType, tmp_p
     sim.set_schedule("late")
     expected = run("cpu", params=Tier.HOST, optim=Tier.HOST)
     assert differences(run("sim", **ALL_THERE), expected) == []
-    assert differences(run("sim", params=Tier.NVME, optim=Tier.NVME, optim_ratio=0.5), expected) == []
+    nvme = {"params": Tier.NVME, "optim": Tier.NVME}
+    assert differences(run("sim", **nvme, optim_ratio=0.5), expected) == []
+    assert differences(run("sim", **nvme, streamed_ratio=0.5), expected) == []
+    assert differences(run("sim", params=Tier.HOST, optim=Tier.HOST, streamed_ratio=1.0), expected) == []
 
 
 # ---- a part of the states --------------------------------------------------------------------------------------------
@@ -160,9 +174,12 @@ HOMES: dict[str, dict[str, Any]] = {
     "nvme": {"params": Tier.NVME, "optim": Tier.NVME},
     "gradients on nvme": {"params": Tier.HOST, "optim": Tier.NVME, "grads": Tier.NVME},
     "weights on the device": {"params": Tier.DEVICE, "optim": Tier.HOST},
+    "weights on nvme": {"params": Tier.NVME, "optim": Tier.HOST, "persistence_numel": 0},
+    "gradients on the device": {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE},
 }
 
 
+@pytest.mark.parametrize("field", ["optim_ratio", "streamed_ratio"])
 @pytest.mark.parametrize(
     ("ratio", "home"),
     [
@@ -171,10 +188,12 @@ HOMES: dict[str, dict[str, Any]] = {
         for home in HOMES
     ],
 )
-def test_bits_are_equal_whatever_the_ratio(ratio: float, home: str, sim: ModuleType, tmp_path: Path) -> None:
+def test_bits_are_equal_whatever_the_ratio(
+    ratio: float, home: str, field: str, sim: ModuleType, tmp_path: Path
+) -> None:
     for schedule in ("late", "random:1"):
         sim.set_schedule(schedule)
-        policy = policy_of("compact", tmp_path, optim_ratio=ratio, **HOMES[home])
+        policy = policy_of("compact", tmp_path, **HOMES[home], **{field: ratio})
         mine = train(OPTIMIZERS["AdamW"], "compact", "sim", policy)
         assert differences(mine, on_cpu("AdamW", "compact")) == [], schedule
 
@@ -217,11 +236,13 @@ def test_without_an_accelerator_the_rest_is_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("Muon", marks=pytest.mark.slow)])
 def test_checkpoints_open_across_device_and_nvme(optimizer: str, sim: ModuleType, tmp_path: Path) -> None:
-    """DEVICE, NVMe, half of each, the CPU's memory and DEVICE again: each opens what the one before has saved."""
+    """DEVICE, NVMe, half of each, NVMe sent to the device, the CPU's memory and DEVICE again: each opens what the one before
+    has saved."""
     sim.set_schedule("late")
     make, losses, places = OPTIMIZERS[optimizer], list[torch.Tensor](), list[tuple[str, dict[str, Any]]]()
     nvme = {"params": Tier.NVME, "optim": Tier.NVME}
     places += [("sim", ALL_THERE), ("sim", nvme), ("sim", nvme | {"optim_ratio": 0.5})]
+    places += [("sim", nvme | {"streamed_ratio": 0.5})]
     places += [("cpu", {"params": Tier.HOST, "optim": Tier.HOST}), ("sim", ALL_THERE)]
     for number, (where, fields) in enumerate(places):
         model = build("tiny") if number == 0 else seeded(lambda: Tower(num_blocks=2), 9).bfloat16()
@@ -236,11 +257,39 @@ def test_checkpoints_open_across_device_and_nvme(optimizer: str, sim: ModuleType
     assert differences(last, on_cpu(optimizer, "tiny", len(places))) == []
 
 
+def test_a_checkpoint_holds_the_part_that_was_sent(
+    sim: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start that does not say which part it is warns of another one; the same part, and one that is said, does not."""
+    host, told = {"params": Tier.HOST, "optim": Tier.HOST}, []
+    for ratio in (0.5, None, 0.5, 0.0):
+        model, policy = build("exact"), policy_of("exact", tmp_path, **host, streamed_ratio=ratio)
+        with tiermem.shard(model, policy, device="sim") as shards:
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            if told:
+                tiermem.checkpoint.load(shards, optim, tmp_path / "saved")
+            else:
+                take_steps(model, optim, range(1), "sim")
+                tiermem.checkpoint.save(shards, optim, tmp_path / "saved", copy=True)
+        told.append("was trained with streamed_ratio 0.5, and this start with 0.0" in caplog.text)
+        caplog.clear()
+    assert told == [False, True, False, False]
+
+
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
+STEPPED_THERE: dict[str, dict[str, Any]] = {
+    "host, a part there": {"params": Tier.HOST, "optim": Tier.HOST, "optim_ratio": 0.1},
+    "sent from host": {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 0.9},
+    "sent from nvme": {"params": Tier.NVME, "optim": Tier.NVME, "streamed_ratio": 0.9},
+}
+
+
+@pytest.mark.parametrize("home", STEPPED_THERE)
+@pytest.mark.parametrize("error", [ZeroDivisionError, torch.OutOfMemoryError])
 def test_a_step_that_fails_half_way_ends_its_copies(
-    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: type[Exception], home: str, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The model says that it is torn, and closing it unregisters no memory that the device still writes."""
     sim.set_schedule("late")
@@ -249,16 +298,34 @@ def test_a_step_that_fails_half_way_ends_its_copies(
     def fail_late(*args: Any, **settings: Any) -> None:
         calls.append(None)
         if len(calls) == 12:
-            raise ZeroDivisionError
+            raise error
         step_in_torch(*args, **settings)
 
     before = sim.registered()
-    policy = policy_of("compact", tmp_path, params=Tier.HOST, optim=Tier.HOST, optim_ratio=0.1, persistence_numel=0)
+    policy = policy_of("compact", tmp_path, persistence_numel=0, **STEPPED_THERE[home])
     with tiermem.shard(model, policy, device="sim") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         loss_of(model, 0, "sim").backward()
         monkeypatch.setattr(rules, "step_in_torch", fail_late)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(error):
+            optim.step()
+        with pytest.raises(RuntimeError, match="a mixture of two steps"):
+            shards.check_whole()
+    assert sim.registered() == before
+
+
+def test_a_read_that_fails_beside_tiles_that_are_sent_ends_their_copies(sim: ModuleType, tmp_path: Path) -> None:
+    sim.set_schedule("late")
+    model, before = build("compact"), sim.registered()
+    policy = policy_of("compact", tmp_path, streamed_ratio=0.9, persistence_numel=0, **HOMES["nvme"])
+    with tiermem.shard(model, policy, device="sim") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        take_steps(model, optim, range(1), "sim")
+        loss_of(model, 1, "sim").backward()
+        shards.drop_head_start()
+        (file,) = tmp_path.glob("tiermem-*/segment.bin")
+        os.truncate(file, 4096)
+        with pytest.raises(OSError, match=re.escape(str(file))):
             optim.step()
         with pytest.raises(RuntimeError, match="a mixture of two steps"):
             shards.check_whole()
@@ -268,12 +335,21 @@ def test_a_step_that_fails_half_way_ends_its_copies(
 # ---- waits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_a_step_waits_for_the_device_twice_at_most(ratio: float, sim: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optim_ratio": 0.0},
+        {"optim_ratio": 0.5},
+        {"streamed_ratio": 0.5},
+        {"streamed_ratio": 1.0, "params": Tier.NVME, "optim": Tier.NVME},
+        {"streamed_ratio": 0.5, "params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE},
+    ],
+)
+def test_a_step_waits_for_the_device_twice_at_most(fields: dict[str, Any], sim: ModuleType, tmp_path: Path) -> None:
     """For the norm, where sums of squares are there, and for what comes back; not for every tile. No copy is pageable."""
     sim.set_schedule("late")
     model = build("compact")
-    policy = policy_of("compact", tmp_path, params=Tier.HOST, optim=Tier.HOST, optim_ratio=ratio)
+    policy = policy_of("compact", tmp_path, **{"params": Tier.HOST, "optim": Tier.HOST} | fields)
     with tiermem.shard(model, policy, device="sim"):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(2):

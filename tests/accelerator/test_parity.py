@@ -33,6 +33,8 @@ HOMES: dict[str, dict[str, Any]] = {
     "nvme, half of the states": {"params": Tier.NVME, "optim": Tier.NVME, "optim_ratio": 0.5},
     "host, gradients on device": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
     "nvme, gradients on device": {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE},
+    "host, most sent": {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 0.8},
+    "nvme, sent": {"params": Tier.NVME, "optim": Tier.NVME, "streamed_ratio": 1.0},
     (EARLY := "nvme, stepped early"): {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "backward"},
 }
 OTHERS = [home for home in HOMES if home not in ("nvme", EARLY)]

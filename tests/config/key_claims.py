@@ -392,6 +392,10 @@ CLAIMS: dict[str, Claim] = {
         {"compute_dtype": "fp32"},
         STAGE_3,
     ),
+    "tiermem.streamed_ratio": Claim(
+        0.5, "tests/accelerator/test_device_step.py::test_bits_are_equal_whatever_the_ratio", {"streamed_ratio": 0.5},
+        NVME_OPTIM,
+    ),
     "tiermem.frozen_quant_type": Claim(
         "nf4", "tests/zero/test_quantised_frozen.py::test_a_config_sets_it", {"frozen_quant_type": "nf4"}, STAGE_3
     ),

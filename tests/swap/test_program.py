@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,6 +198,44 @@ def test_what_is_not_brought_fails_its_fetch_and_says_why(store: TensorStore, wo
     assert torch.equal(value(store, names[3]), stepped(3, 0, workers))
     program.start(names, Momentum(store, workers, brought=names))
     program.drop()  # amid the run
+    program.close()
+
+
+@dataclasses.dataclass
+class Left:
+    """Stands for the event of work that an accelerator does meanwhile."""
+
+    synchronize: Callable[[], None]
+
+
+class LeavingMomentum(Momentum):
+    """Leaves the work of called tiles to who waits for it."""
+
+    def compute(self, tile: str, slot: Slot | None) -> Any:
+        def rest() -> None:
+            self.bring(tile, slot) if slot is not None else None  # which notes the thread, and may fail
+            optimizer_step(self._workers, RULE, self._parts(tile, slot))
+
+        self.computed.append(tile)
+        return Left(rest)
+
+
+def test_work_that_is_left_to_an_accelerator_is_awaited_by_a_thread(store: TensorStore, workers: Workers) -> None:
+    """Beside tiles whose gradients are brought; what fails says why, and is not written."""
+    names = put(store, 6)
+    pool = Pool(store.arena, 2 * TILE_BYTES, 2, "tiles")
+    program: Program[str] = Program(store, pool, workers)
+    left, brought = names[::2], names[1::2]
+    work = LeavingMomentum(store, workers, called=left, brought=brought)
+    program.run(names, work)
+    check(store, names, [1] * 6, workers)
+    assert sorted(work.computed) == left and num_free(pool) == 2
+    assert len(work.threads) == 1 and threading.get_ident() not in work.threads
+    with pytest.raises(OSError, match="stepping 'tile 2'") as caught:
+        program.run(names, LeavingMomentum(store, workers, left, names[2], brought))
+    assert str(caught.value.__cause__) == "no gradient of tile 2"
+    assert num_free(pool) == 2
+    assert torch.equal(value(store, names[2]), stepped(2, 1, workers))
     program.close()
 
 

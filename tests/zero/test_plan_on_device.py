@@ -14,7 +14,7 @@ from torch import nn
 
 from tiermem import OffloadPolicy, Tier
 from tiermem.zero.budget import check_room, make_plan
-from tiermem.zero.plan import Plan
+from tiermem.zero.plan import Plan, step_scratch_bytes
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 
@@ -155,6 +155,22 @@ def test_states_that_stay_are_counted_and_refused_with_the_arithmetic(home: Tier
     assert sum(plans[1.0].device_bytes < plans[ratio].device_bytes for ratio in (0.0, 0.5)) == 2
     with pytest.raises(ValueError, match=r"the smallest plan needs .*kept tiles .*optim_ratio=0\.5"):
         planned(model, optim_ratio=0.5, device_bytes=plans[0.5].device_bytes - 1, unit_buffers=3, **fields)
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_buffers_of_tiles_that_are_sent_are_counted_and_refused_with_the_arithmetic(home: Tier) -> None:
+    """Three of one tile's states, weights and gradients; in exact precision 12, 2 and 2 bytes an element. States are pinned."""
+    model, numel = Llama(64, 128, 16, 512), 4096
+    fields = NVME | {"params": home, "optim": home, "tile_numel": numel}
+    without, plan = planned(model, streamed_ratio=0.0, **fields), planned(model, streamed_ratio=0.5, **fields)
+    assert without.streams.num == 0 and planned(model, **fields) == without
+    assert plan.device_bytes - without.device_bytes == 3 * (12 + 2 + 2) * numel + step_scratch_bytes(numel)
+    assert plan.host_bytes == without.host_bytes and plan.disk_bytes == without.disk_bytes
+    states = 12 * sum(p.numel() for p in model.parameters()) if home is Tier.HOST else 0
+    grads = 2 * sum(p.numel() for p in model.parameters())
+    assert plan.link_bytes - without.link_bytes >= states + grads
+    with pytest.raises(ValueError, match=r"the smallest plan needs .*3 stream buffers .*streamed_ratio=0\.5"):
+        planned(model, streamed_ratio=0.5, device_bytes=plan.device_bytes - 1, unit_buffers=3, **fields)
 
 
 def test_a_budget_beyond_the_card_and_a_card_without_room_are_refused() -> None:

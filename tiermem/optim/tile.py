@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
-from tiermem.policy import Tier
+from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.parts import Q8_BLOCK, num_scales
 from tiermem.swap.ranges import ByteRange, round_up
-from tiermem.zero.plan import Plan
+from tiermem.zero.plan import Plan, planned_layout
 from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart
 from tiermem.zero.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.zero.unit_state import LiveUnit
@@ -67,6 +68,9 @@ class Tile(StateTile):
 
     live: LiveUnit
     room_bytes: int  # in a buffer, for its states and the values that they are made from
+    is_sent: bool = (
+        False  # whether it is stepped on an accelerator, to which its data is copied, although it rests elsewhere
+    )
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -110,6 +114,38 @@ def homes_of_tiles(sizes: Sequence[int], plan: Plan) -> list[Tier]:
     for number, stays in zip(rest, spread([sizes[n] for n in rest], plan.resident_bytes), strict=True):
         homes[number] = Tier.HOST if stays else Tier.NVME
     return homes
+
+
+def sent_tiles(numels: Sequence[int], homes: Sequence[Tier], plan: Plan) -> list[bool]:
+    """Which tiles of so many elements, at these homes, are stepped on an accelerator where they do not rest.
+
+    They are evenly spread over the tiles that rest elsewhere, and have at most the plan's part of the elements of these.
+    """
+    elsewhere = [0 if home is Tier.DEVICE else numel for numel, home in zip(numels, homes, strict=True)]
+    chosen = spread(elsewhere, int(sum(elsewhere) * plan.streamed_part))
+    return [is_chosen and numel > 0 for is_chosen, numel in zip(chosen, elsewhere, strict=True)]
+
+
+class LinkBytes(NamedTuple):
+    """Bytes of one tile that cross the link to an accelerator, each way."""
+
+    down: int
+    up: int
+
+
+def sent_bytes(unit: Unit, numel: int, plan: Plan, policy: OffloadPolicy) -> LinkBytes:
+    """What a tile of so many elements moves over the link in a step, after its first, if it is stepped where it does not rest.
+
+    States go both ways; weights too, unless they rest there, and down only if the step reads them or they rest in memory;
+    gradients go down, unless they rest there.
+    """
+    layout, home = planned_layout(unit, policy), plan.unit_homes.get(unit.index)
+    states, weights = layout.total_bytes(numel), numel * unit.dtype.itemsize
+    rests_there = home is Tier.DEVICE and not unit.is_resident
+    is_read = layout.reads_weight or home is not Tier.NVME or unit.is_resident
+    grads = 0 if plan.grads is Tier.DEVICE else numel * policy.precision.grad_dtype(unit.dtype).itemsize
+    up = states + (0 if rests_there else weights)
+    return LinkBytes(up - (0 if is_read or rests_there else weights) + grads, up)
 
 
 def spread(sizes: Sequence[int], num_bytes: int) -> list[bool]:

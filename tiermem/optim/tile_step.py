@@ -7,10 +7,11 @@ It reads, depending on what was written before and what the work needs (zero/sta
     parameters         if they are the master or its upper half, or if the master is made from them
     gradients          for a step, if they rest on NVMe; they are final only at the end of backward
 
-It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for steps of states that rest
-on an accelerator: these run there, and data that rests elsewhere is copied there and back. The CPU steps other tiles meanwhile;
-`finish` waits for what is copied back. Data in a tile's buffer is waited for before the buffer is written or used again.
-Gradients that rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own.
+It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for two kinds of steps on an
+accelerator: of states that rest there, where data that rests elsewhere is copied there and back; and of tiles that are sent
+there whole (tile_stream.py). The CPU steps other tiles meanwhile; `finish` waits for what is copied back. A thread of the
+program waits for what is copied to a tile's buffer, before the buffer is written or used again. Gradients that rest on an
+accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own.
 
 The work on a tile is a function of the `Places` of each parameter in it:
 
@@ -31,6 +32,7 @@ import torch
 
 from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
 from tiermem.optim.tile import MomentsOf, Tile
+from tiermem.optim.tile_stream import TileStream
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.arena import Slot
@@ -105,6 +107,7 @@ class TilePass:
         grads: gradients of the one unit that is stepped, flat in its shard layout; None: they rest in the store or in memory.
         weights: weights of the one unit that is stepped, flat in its shard layout, in place of those in memory.
         link: the stream on which gradients come from an accelerator to tiles that the CPU steps; None: none do.
+        stream: the accelerator's buffers for tiles that are sent there; None: none are.
         reads_weights: whether parameters are always read, not only if states are made from them.
         is_blank: nothing is read; states and parameters are zero when `act` is called.
     """
@@ -119,6 +122,7 @@ class TilePass:
         grads: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
         link: torch.Stream | None = None,
+        stream: TileStream | None = None,
         reads_weights: bool = False,
         is_blank: bool = False,
     ) -> None:
@@ -130,39 +134,45 @@ class TilePass:
         self._grads = grads
         self._weights = weights
         self._link = link if is_step and grads is None else None
+        self._stream = stream
         self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
         self._views_of: dict[Hashable, list[_Views]] = {}  # of tiles that are whole in a buffer, by their shape
         self._native_steps = NativeSteps()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
-        self._has_crossed = False  # whether data of this tile was copied to an accelerator
-        self._copied: torch.Event | None = None  # the end of such copies, there and back
+        self._has_crossed = False  # whether data was copied to an accelerator since the last `finish`
 
-    def compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Does the work on a tile, in its buffer or where it rests. Blocks."""
+    def compute(self, tile: Tile, slot: Slot | None) -> torch.Event | None:
+        """Does the work on a tile, in its buffer or where it rests. Blocks, but not for an accelerator.
+
+        Returns the end of an accelerator's work on the buffer, which the caller waits for before it uses the buffer; None: the
+        buffer is ready, or there is none.
+        """
         start_ns = time.monotonic_ns()
         try:
             if self.is_brought(tile):
                 assert slot is not None
                 self.bring(tile, slot)
+            if self._is_sent(tile):
+                assert self._stream is not None
+                self._has_crossed = True
+                self._stream.begin()
             self._compute(tile, slot)
-            for original, copy in self._copies.values():
-                original.copy_(copy, non_blocking=is_accelerator(copy.device))
+            ended = self._send_back(tile)
         finally:
             self._copies.clear()
-            if self._has_crossed:
-                self._has_crossed, self._copied = False, record(current_stream(self._store.device))
-                if tile.live.shard is None or self._reads_gradients:  # they are in the buffer
-                    self.finish()
         if self.is_step:
             self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
+        return ended if slot is not None else None
 
     def finish(self) -> None:
-        """Blocks until what an accelerator has stepped is in host memory, if it rests there."""
-        copied, self._copied = self._copied, None
-        if copied is not None:
-            copied.synchronize()
+        """Blocks until what an accelerator has stepped is in host memory, if it rests there, and no copy is under way."""
+        if self._has_crossed:
+            self._has_crossed = False
+            if self._stream is not None:
+                self._stream.join()
+            record(current_stream(self._store.device)).synchronize()
 
     def name(self, tile: Tile) -> str:
         """Its name in events and errors."""
@@ -191,7 +201,7 @@ class TilePass:
 
     def is_brought(self, tile: Tile) -> bool:
         """Whether its gradients come from an accelerator to its buffer."""
-        return self._link is not None and tile.home is not Tier.DEVICE
+        return self._link is not None and tile.home is not Tier.DEVICE and not tile.is_sent
 
     def bring(self, tile: Tile, slot: Slot) -> None:
         """Copies a tile's gradients from an accelerator to its buffer. Blocks; may be called in any thread."""
@@ -246,6 +256,15 @@ class TilePass:
             self._start(tile, slot, views, params)
         for places in self._places(tile, slot):
             self._act(places)
+
+    def _send_back(self, tile: Tile) -> torch.Event | None:
+        """Copies what the work has changed to where it rests. Returns the end of an accelerator's work; None: it had none."""
+        if self._is_sent(tile):
+            assert self._stream is not None
+            return self._stream.send_back(self._copies.values())
+        for original, copy in self._copies.values():
+            original.copy_(copy, non_blocking=is_accelerator(copy.device))
+        return record(current_stream(self._store.device)) if is_accelerator(self._device(tile)) else None
 
     def _places(self, tile: Tile, slot: Slot | None) -> Iterator[Places]:
         """The elements of each parameter in a tile."""
@@ -313,33 +332,43 @@ class TilePass:
 
     def _device(self, tile: Tile) -> torch.device:
         """The device that computes the work on a tile."""
-        return self._store.device if self.is_step and tile.home is Tier.DEVICE else torch.device("cpu")
+        is_there = self.is_step and (tile.home is Tier.DEVICE or tile.is_sent)
+        return self._store.device if is_there else torch.device("cpu")
+
+    def _is_sent(self, tile: Tile) -> bool:
+        """Whether a tile is copied to an accelerator for the work on it."""
+        return self.is_step and tile.is_sent
 
     def _is_near(self, tile: Tile) -> bool:
         """Whether all data of a tile's step is in host memory, or in its buffer."""
         shard, grads = tile.live.shard, self._shards.homes.store.home
         is_here = shard is None or shard.device.type == "cpu"
         has_grads = self._grads is not None or grads is not Tier.DEVICE or self.is_brought(tile)
-        return is_here and tile.home is not Tier.DEVICE and has_grads
+        return is_here and has_grads and tile.home is not Tier.DEVICE and not self._is_sent(tile)
 
     def _is_in_buffer(self, tile: Tile) -> bool:
         """Whether a step finds all of a tile in its buffer."""
         has_grads = self._reads_gradients or self.is_brought(tile) or not self.is_step
-        return tile.home is Tier.NVME and tile.live.shard is None and has_grads
+        return tile.home is Tier.NVME and tile.live.shard is None and has_grads and not self._is_sent(tile)
 
-    def _near(self, tile: Tile, data: torch.Tensor) -> torch.Tensor:
-        """A tile's data on the device of its work: the data itself, or a copy that `compute` copies back."""
+    def _near(self, tile: Tile, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
+        """A tile's data on the device of its work: the data itself, or a copy that `compute` copies back.
+
+        is_read: whether the work reads the data; else the copy may have any content.
+        """
         if data.device == self._device(tile) or not data.numel():
             return data
         if data.data_ptr() not in self._copies:
-            self._copies[data.data_ptr()] = data, self._brought(tile, data)
+            self._copies[data.data_ptr()] = data, self._brought(tile, data, is_read)
         return self._copies[data.data_ptr()][1]
 
-    def _brought(self, tile: Tile, data: torch.Tensor) -> torch.Tensor:
+    def _brought(self, tile: Tile, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
         """Data on the device of a tile's work. A copy to an accelerator waits for nothing."""
         device = self._device(tile)
         if not is_accelerator(device) or data.device == device:
             return data.to(device)
+        if self._is_sent(tile) and self._stream is not None:
+            return self._stream.bring(data, is_read)
         self._has_crossed = True
         return data.to(device, non_blocking=True)
 
@@ -354,10 +383,13 @@ class TilePass:
         if initial is not None and self._store.home_of(initial) is Tier.NVME:
             place = tile.layout.initial_offset_bytes(tile.numel)
             parts.append((initial, tile.start * FP32_BYTES, place, tile.numel * FP32_BYTES))
-        is_weight_read = self._reads_weights or tile.layout.reads_weight or not tile.is_started
-        if tile.live.entry is not None and is_weight_read:
+        if tile.live.entry is not None and self._reads_weight(tile):
             parts.append((tile.live.entry, tile.start * tile.dtype.itemsize, tile.room_bytes, tile.slice_bytes))
         return parts
+
+    def _reads_weight(self, tile: Tile) -> bool:
+        """Whether the work needs a tile's parameters as they are."""
+        return self._reads_weights or tile.layout.reads_weight or not tile.is_started
 
     def _gradient_parts(self, tile: Tile) -> list[_Part]:
         """The gradients, if they are read from NVMe."""
@@ -383,15 +415,16 @@ class TilePass:
         if not tile.state_bytes:
             return torch.empty(0, dtype=torch.uint8)
         if tile.home is not Tier.NVME:
-            return self._near(tile, self._store.view(tile.entry))
-        return _bytes_in(slot, 0, tile.state_bytes)
+            return self._near(tile, self._store.view(tile.entry), tile.is_started)
+        return self._near(tile, _bytes_in(slot, 0, tile.state_bytes), tile.is_started)
 
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         at_home = self._weights if self._weights is not None else tile.live.shard
         if at_home is not None:
             tile.live.await_home()
             return self._near(tile, at_home[tile.elements])
-        return self._near(tile, _bytes_in(slot, tile.room_bytes, tile.slice_bytes).view(tile.dtype))
+        in_buffer = _bytes_in(slot, tile.room_bytes, tile.slice_bytes).view(tile.dtype)
+        return self._near(tile, in_buffer, self._reads_weight(tile))
 
 
 def _gradient_place(tile: Tile) -> int:

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from tiermem.optim.rules import Group, Rule
-from tiermem.optim.tile import Tile, homes_of_tiles, stepped_ranges, tile_runs
+from tiermem.optim.tile import Tile, homes_of_tiles, sent_tiles, stepped_ranges, tile_runs
 from tiermem.optim.tile_step import Act, RuleOf, Stepping, TilePass, Visitor, visiting
+from tiermem.optim.tile_stream import TileStream
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream
 from tiermem.swap.native import narrow_part, widen_part
@@ -65,6 +66,7 @@ class StateTiles:
         self._store = shards.store
         self._find_rule = find_rule
         self._link = new_stream(shards.device) if shards.plan.brings_gradients else None
+        self._stream: TileStream | None = None  # for tiles that are sent to an accelerator
         self._num_moments = 0  # of a tile
         self.tiles: list[Tile] = []
         self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}  # of each parameter, in the order of elements
@@ -77,19 +79,25 @@ class StateTiles:
         lives = [self._shards.units[unit.index] for unit in units]
         held = (len(self.names(shard)) for unit in units for shard in unit.shards)
         self._num_moments = max([self._num_moments, *held])
-        tiles = self._at_home([tile for live in lives for tile in self._cut(live, self._num_moments)])
+        plan, tiles = self._shards.plan, [tile for live in lives for tile in self._cut(live, self._num_moments)]
+        tiles, crosses = self._at_home(tiles), plan.streamed_part > 0
         if any(tile.entry in self._store for tile in tiles):
             raise ValueError("this model has an optimizer already: make one optimizer with several parameter groups")
         there = [round_up(tile.state_bytes, ALIGNMENT) for tile in tiles if tile.home is Tier.DEVICE]
         self._store.on_device.reserve("state/", sum(there))
         for tile in tiles:
             if tile.state_bytes:  # plain SGD of fp32 parameters has no states
-                self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home)
+                self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home, crosses_link=crosses)
+        if plan.streams.num:
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = TileStream(self._store.on_device, self._shards.device, plan.streams)
+            self._store.settle()  # pins the states
         self._set([*self.tiles, *tiles])
         if keeps_sums(self._shards.policy):
             self._protect(tiles)
-        for live in lives if self._shards.plan.attempt_disk_bytes else ():
-            if live.unit.index in self._shards.plan.unit_homes and live.may_exchange:
+        for live in lives if plan.attempt_disk_bytes else ():
+            if live.unit.index in plan.unit_homes and live.may_exchange:
                 slot = self._store.arena.take(live.unit.shard_bytes, f"a second copy of {live.unit.name!r}")
                 self._drafts[live] = apart(slot.tensor).view(live.unit.dtype)
 
@@ -146,7 +154,7 @@ class StateTiles:
         tiles = self._in_order() if live is None else self._of_unit.get(live, ())
         if self._link is not None:
             self._link.wait_stream(current_stream(shards.device))
-        work = TilePass(shards, self.names, act, is_step=True, grads=grads, link=self._link)
+        work = TilePass(shards, self.names, act, is_step=True, grads=grads, link=self._link, stream=self._stream)
         is_overlapped = overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) != "none"
         with shards.steps.changing_all():
             if is_overlapped and live is None and all(tile.is_started for tile in tiles):
@@ -293,7 +301,8 @@ class StateTiles:
             )  # fmt: skip
 
     def _at_home(self, tiles: list[Tile]) -> list[Tile]:
-        """The same tiles, a share of them on another tier where the plan says so and tiles that are there leave room."""
+        """The same tiles, a share of them on another tier where the plan says so and tiles that are there leave room; those
+        that are sent to an accelerator marked."""
         plan, on_host = self._shards.plan, self._bytes_on(Tier.HOST)
         kept = self._bytes_on(Tier.DEVICE) if plan.steps_there else min(plan.kept_bytes, on_host)
         resident = on_host if plan.steps_there else on_host - kept
@@ -303,7 +312,10 @@ class StateTiles:
             resident_bytes=max(0, plan.resident_bytes - resident),
         )
         homes = homes_of_tiles([tile.state_bytes for tile in tiles], left)
-        return [dataclasses.replace(tile, home=home) for tile, home in zip(tiles, homes, strict=True)]
+        fits = [tile.state_bytes + tile.slice_bytes + tile.grad_bytes <= plan.streams.slot_bytes for tile in tiles]
+        sent = sent_tiles([tile.numel * each for tile, each in zip(tiles, fits, strict=True)], homes, plan)
+        marked = zip(tiles, homes, sent, strict=True)
+        return [dataclasses.replace(tile, home=home, is_sent=is_sent) for tile, home, is_sent in marked]
 
     def _bytes_on(self, home: Tier) -> int:
         return sum(tile.state_bytes for tile in self.tiles if tile.home is home)

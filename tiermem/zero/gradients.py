@@ -140,7 +140,7 @@ class GradientHomes:
         """Takes room for the gradients of units at their home; on DEVICE all in one slab."""
         self.store.reserve_slab(unit.shard_numel * self.dtype(unit).itemsize for unit in units)
         for unit in units:
-            self.store.reserve(unit, self.dtype(unit), plan.steps_there)
+            self.store.reserve(unit, self.dtype(unit), plan.crosses_link)
 
     def dtype(self, unit: Unit) -> torch.dtype:
         """The dtype in which a unit's gradients accumulate and rest."""

@@ -27,6 +27,8 @@ _USUAL_UNITS_AHEAD = 2
 _USUAL_GRAD_BUFFERS = 2
 _LINK_BUFFERS = 2
 """One is filled by the accelerator while the other one's gradients are stored."""
+_STREAM_BUFFERS = 3
+"""One tile arrives while another one is stepped and a third one leaves."""
 _PAGE = 4096
 BOUNCE_BYTES = 4 << 20
 ACTIVATION_CHUNK_BYTES = 1 << 20
@@ -103,10 +105,12 @@ class Plan:
     links: Buffers  # gradients on their way from an accelerator
     sums: Buffers  # buckets of gradients during reductions
     tiles: Buffers  # tiles of optimizer states
+    streams: Buffers  # on an accelerator: tiles that rest elsewhere and are stepped there
     activations: Buffers  # pieces of activations on their way to NVMe and back
     tile_numel: int
     kept_bytes: int  # most bytes of states that stay on the device although `states` is another tier
-    steps_there: bool  # whether an accelerator steps some states
+    steps_there: bool  # whether an accelerator steps states that rest there
+    streamed_part: float  # of the tiles that rest elsewhere: those that an accelerator steps
     resident_bytes: int  # most bytes of states that are kept on HOST although they rest on NVMe
     activation_bytes: (
         int  # room for activations that rest on HOST; 0: there are none, or the plan does not know how many
@@ -120,6 +124,11 @@ class Plan:
     def brings_gradients(self) -> bool:
         """Whether gradients that rest on an accelerator come to buffers of tiles that the CPU steps."""
         return self.grads is Tier.DEVICE and bool(self.on_device) and self.states is not Tier.DEVICE
+
+    @property
+    def crosses_link(self) -> bool:
+        """Whether an accelerator steps tiles, so that data of steps crosses the link."""
+        return self.steps_there or self.streamed_part > 0
 
     @property
     def without_attempts(self) -> Plan:
@@ -222,6 +231,8 @@ class Planner:
         self._states: Tier = device if optim is Tier.DEVICE else optim  # tier of optimizer states
         self._kept_part = 0.0 if self._states is device else 1.0 - policy.optim_ratio  # of them, on the device
         self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)
+        self._streamed_part = (policy.streamed_ratio or 0.0) * (is_gpu and self._states is not device)
+        self._crosses = self._steps_there or self._streamed_part > 0
         wanted = policy.wanted_overlap(self._states, is_gpu)
         self._may_attempt = wanted == "backward" and self._states is Tier.NVME
         may_draft = self._may_attempt and not is_gpu  # units in memory, of which such steps change a second copy
@@ -283,10 +294,9 @@ class Planner:
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
         size_of = tile_bytes if streams else grad_bytes  # of tiles in memory their gradients alone
         tile_sizes = (size_of(u, tile_numel, policy) for u in self._trainable)
-        why, crosses = f"of {tile_numel} elements", self._steps_there or brings
+        why, crosses = f"of {tile_numel} elements", self._crosses or brings
         tiles = sheet.buffers("tile", num_tiles * (streams or brings), tile_sizes, why, crosses_link=crosses)
-        if self._steps_there and self._trainable:
-            sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "one tile's values in fp32 and its copies")
+        there = self._add_steps_there(sheet, tile_numel)
         sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
         outside_bytes = self._add_outside(sheet, grads)
         return Plan(
@@ -311,10 +321,12 @@ class Planner:
             links=links,
             sums=sums,
             tiles=tiles,
+            streams=there,
             activations=activations,
             tile_numel=tile_numel,
             kept_bytes=kept_bytes,
             steps_there=self._steps_there,
+            streamed_part=self._streamed_part,
             resident_bytes=resident_bytes,
             activation_bytes=room_bytes,
         )
@@ -346,9 +358,17 @@ class Planner:
         sizes = [u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize for u in self._trainable]
         if home is not None:
             why = f"rest on {home.name} until the step"
-            sheet.add("gradients", home, _pages(sizes), why, crosses_link=self._steps_there)
+            sheet.add("gradients", home, _pages(sizes), why, crosses_link=self._crosses)
         passes = home in (None, Tier.NVME)
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
+
+    def _add_steps_there(self, sheet: _Sheet, tile_numel: int) -> Buffers:
+        """Adds the rows of an accelerator's memory for steps; returns the buffers of tiles that rest elsewhere."""
+        if self._crosses and self._trainable:
+            sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "one tile's values in fp32 and its copies")
+        policy, count = self._policy, _STREAM_BUFFERS * (self._streamed_part > 0)
+        sizes = (tile_bytes(u, tile_numel, policy) for u in self._trainable)
+        return sheet.buffers("stream", count, sizes, f"streamed_ratio={policy.streamed_ratio}", tier=Tier.DEVICE)
 
     def _add_outside(self, sheet: _Sheet, grads: Tier | None) -> int:
         """Adds the rows of memory outside the arena: of a KV cache, and what an accelerator takes of HOST. Returns the bytes of
@@ -399,13 +419,14 @@ class Planner:
         # Tiles are not divided, so up to one tile less is kept, and one less resident.
         largest = max(tiles, default=(0, 0))[0]
         elsewhere = sum(part if part == states else max(0, part - largest) for part in (kept, resident))
-        sheet.add(_STATES, home, states - elsewhere, f"rest on {home.name}")
+        is_streamed = self._streamed_part > 0
+        sheet.add(_STATES, home, states - elsewhere, f"rest on {home.name}", crosses_link=is_streamed)
         place, why = (
             Tier.DEVICE if self._is_gpu else Tier.HOST,
             f"states that stay: optim_ratio={self._policy.optim_ratio}",
         )
         sheet.add("kept tiles", place, kept, why)
-        sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
+        sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST", crosses_link=is_streamed)
         return kept, resident
 
     def _add_slots(self, sheet: _Sheet, resting: list[Unit], attempts: bool) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def carve(arena: Arena, plan: Plan, kept: Pools | None = None) -> Pools:
     kept: buffers of another plan; those that `give_back` has left are kept.
     """
 
-    crossing = ("shards", "links", "activations", *(["tiles"] if plan.steps_there or plan.brings_gradients else []))
+    crossing = ("shards", "links", "activations", *(["tiles"] if plan.crosses_link or plan.brings_gradients else []))
 
     def pool(name: str) -> Pool | None:
         size, count = getattr(plan, name)

@@ -36,7 +36,7 @@ from tiermem.zero.plan import Plan
 def overlap_of(policy: OffloadPolicy, plan: Plan, is_gpu: bool) -> Literal["none", "forward", "backward"]:
     """What runs beside the steps of a model, by its policy: see `OffloadPolicy.overlap`."""
     wanted, homes = policy.wanted_overlap(plan.states, is_gpu), plan.unit_homes.values()
-    if is_gpu and (plan.kept_bytes or Tier.DEVICE in (plan.states, *homes)):
+    if is_gpu and (plan.kept_bytes or plan.streamed_part or Tier.DEVICE in (plan.states, *homes)):
         return "none"  # a step that an accelerator takes part in ends before the next forward
     if wanted == "none" or not any(unit.is_trainable and not unit.is_resident for unit in plan.division.units):
         return "none"

@@ -42,7 +42,8 @@ checksums of each 1 MiB of a state's bytes, in the order of its elements as if t
           manifest holds them, not the blocks: a block that was written elsewhere, or not at all, differs from its checksum
 choices   {name: value}, strings: choices that can affect bits, that all ranks share, and that are not as by default.
           "compute_dtype" "fp32": weights of 16 bits are multiplied in fp32. "overlap" "none", "forward", "backward": what runs
-          beside steps, if the policy said it. A reader refuses what it does not know
+          beside steps, if the policy said it. "streamed_ratio" "0.5": the part of the tiles that an accelerator steps and that
+          rest on HOST or NVMe. A reader refuses what it does not know
 at_rest   the form of a frozen parameter that rests in blocks: "int8" or "nf4"; its weight has the kind "packed" or "nf4", and
           its dtype is that of the values which the blocks stand for. null: it rests in its dtype; before forms were named,
           also "int8". A reader refuses a form that it does not know
@@ -133,14 +134,15 @@ def _are_checksums(found: Json) -> bool:
     return {*map(type, lists)} <= {list} and are_whole([*flat(lists)], _MOST_CRC)
 
 
-_COMPUTE, _OVERLAP = "compute_dtype", "overlap"
+_COMPUTE, _OVERLAP, _STREAMED = "compute_dtype", "overlap", "streamed_ratio"
 _CHOICES = {_COMPUTE: ("fp32",), _OVERLAP: ("none", "forward", "backward")}
 
 
-def choices_of(compute_dtype: str, overlap: str) -> dict[str, str]:
+def choices_of(compute_dtype: str, overlap: str, streamed_part: float) -> dict[str, str]:
     """The `choices` of a manifest."""
     given = {_COMPUTE: compute_dtype, _OVERLAP: overlap}
-    return {name: value for name, value in given.items() if value in _CHOICES[name]}
+    streamed = {_STREAMED: repr(streamed_part)} if streamed_part else {}
+    return {name: value for name, value in given.items() if value in _CHOICES[name]} | streamed
 
 
 def _known_form(found: str) -> str:
@@ -155,9 +157,17 @@ def _unknown(found: str) -> NoReturn:
 def _known_choices(found: Mapping[str, str]) -> Mapping[str, str]:
     """Refuses choices that this version does not know."""
     for name, value in found.items():
-        if value not in _CHOICES.get(name, ()):
+        if name == _STREAMED:
+            _ratio(value)
+        elif value not in _CHOICES.get(name, ()):
             _unknown(value if name in _CHOICES else name)
     return found
+
+
+def _ratio(found: str) -> float:
+    """A number from 0 to 1. Raises ValueError."""
+    value = float(found)
+    return value if 0.0 <= value <= 1.0 else _unknown(found)
 
 
 _RunId = Annotated[str, string(64)]
@@ -270,6 +280,11 @@ class Manifest:
     def overlap(self) -> str:
         """What the policy said that runs beside steps; "auto": nothing."""
         return (self.choices or {}).get(_OVERLAP, "auto")
+
+    @property
+    def streamed_part(self) -> float:
+        """The part of the tiles at rest on HOST or NVMe that an accelerator has stepped."""
+        return _ratio((self.choices or {}).get(_STREAMED, "0.0"))
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_manifest` refuses."""

@@ -34,6 +34,7 @@ from tiermem.optim.ordinary import STEP
 from tiermem.optim.rules import IMPLEMENTATION
 from tiermem.optim.sharded import take_up
 from tiermem.optim.tiles import tiles_of
+from tiermem.policy import Tier
 from tiermem.swap.accelerator import is_accelerator, set_rng_state
 from tiermem.swap.run_folder import Owner, this_process
 from tiermem.zero.agreement import agree
@@ -348,6 +349,7 @@ def _open(
         agree(topology, {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"}, "load_checkpoint")
         wants = _wants(source, shards, optimizer, asked)
         _check_compute(source, shards, wants)
+        _check_streamed(source, shards, wants)
         fitted = fit(shards, source, asked.is_strict)
         shards.take_up()
         groups: list[tuple[Group, Group]] = []
@@ -394,6 +396,17 @@ def _check_compute(source: Source, shards: Shards, wants: Wants) -> None:
     if now.is_measured:
         raise ValueError(f'{said}: set "tiermem": {{"compute_dtype": "{saved}"}} to go on with the same bits')
     logger.warning("%s: losses differ from those of the run that saved it", said)
+
+
+def _check_streamed(source: Source, shards: Shards, wants: Wants) -> None:
+    """Warns when the save's tiles were stepped on an accelerator in another part than now, and the policy leaves that open."""
+    saved, now = source.manifest.streamed_part, shards.plan.streamed_part
+    if wants.states and saved != now and shards.policy.streamed_ratio is None and shards.plan.states is not Tier.DEVICE:
+        logger.warning(
+            '%s was trained with streamed_ratio %s, and this start with %s: set "tiermem": {"streamed_ratio": %s} to step the '
+            "same tiles on the accelerator",
+            source.file, saved, now, saved,
+        )  # fmt: skip
 
 
 def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tuple[Any, Any, str]]:

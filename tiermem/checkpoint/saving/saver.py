@@ -263,7 +263,7 @@ def _draft(
         "engine": encode(dict(beside.engine), "engine"),
         "client_state": encode(dict(beside.client_state), "client_state"),
         "config": encode(dict(beside.config), "config"),
-        "choices": choices_of(shards.policy.compute_dtype, shards.policy.overlap),
+        "choices": choices_of(shards.policy.compute_dtype, shards.policy.overlap, shards.plan.streamed_part),
     }
     resting, in_memory = saver_of(shards).captures.take([each.name for each in parameters])
     content = Content(

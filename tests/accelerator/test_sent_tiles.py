@@ -1,0 +1,111 @@
+"""Tiles that rest on HOST or NVMe and are stepped on an accelerator: how many, which bytes cross the link, do copies hide?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from twins import Tower, loss_of, seeded
+
+import tiermem
+from accelerator import clock
+from accelerator.clock import Rate
+from accelerator.test_device_step import HOMES, build, muon, policy_of
+from tiermem import OffloadPolicy, Tier
+from tiermem.optim.tile import Tile, sent_bytes
+from tiermem.optim.tiles import StateTiles
+
+
+def tiles_of(optim: Any, shards: tiermem.Shards) -> list[Tile]:
+    found: list[Tile] = optim.tiles_of(shards).tiles
+    return found
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_the_ratio_is_the_part_of_the_elements_that_is_sent(home: str, sim: ModuleType, tmp_path: Path) -> None:
+    for ratio in (None, 0.0, 0.25, 0.5, 1.0):
+        policy = policy_of("exact", tmp_path, **HOMES[home] | {"streamed_ratio": ratio})
+        model = build("exact")
+        with tiermem.shard(model, policy, device="sim") as shards:
+            tiles = tiles_of(tiermem.AdamW(model.parameters()), shards)
+            total, sent = sum(tile.numel for tile in tiles), sum(tile.numel for tile in tiles if tile.is_sent)
+            due, largest = (ratio or 0.0) * total, max(tile.numel for tile in tiles)
+            assert due - largest < sent <= due
+            assert Tier.DEVICE not in {tile.home for tile in tiles}
+
+
+def test_what_stays_on_the_device_is_not_sent(sim: ModuleType, tmp_path: Path) -> None:
+    policy = policy_of("exact", tmp_path, params=Tier.HOST, optim=Tier.HOST, optim_ratio=0.5, streamed_ratio=1.0)
+    model = build("exact")
+    with tiermem.shard(model, policy, device="sim") as shards:
+        tiles = tiles_of(tiermem.AdamW(model.parameters()), shards)
+        assert {(tile.home, tile.is_sent) for tile in tiles} == {(Tier.DEVICE, False), (Tier.HOST, True)}
+
+
+def test_without_an_accelerator_none_is_sent(tmp_path: Path) -> None:
+    model = build("exact")
+    policy = policy_of("exact", tmp_path, params=Tier.HOST, optim=Tier.HOST, streamed_ratio=1.0)
+    with tiermem.shard(model, policy, device="cpu") as shards:
+        assert not any(tile.is_sent for tile in tiles_of(tiermem.AdamW(model.parameters()), shards))
+        assert shards.plan.streams.num == 0
+
+
+def test_a_whole_matrix_that_is_larger_than_a_buffer_is_stepped_on_the_cpu(sim: ModuleType, tmp_path: Path) -> None:
+    model = build("exact")
+    policy = policy_of("exact", tmp_path, params=Tier.HOST, optim=Tier.HOST, streamed_ratio=1.0)
+    with tiermem.shard(model, policy, device="sim") as shards:
+        tiles = tiles_of(muon(model), shards)
+        assert {tile.numel <= 4096 for tile in tiles if tile.is_sent} == {True}
+        assert {tile.is_sent for tile in tiles} == {True, False}
+
+
+def recorded(sim: ModuleType, policy: OffloadPolicy, precision: str) -> tuple[tiermem.Shards, StateTiles]:
+    """A model and its states; what their second step asked of the device is recorded."""
+    model = seeded(lambda: Tower(num_blocks=6)).bfloat16()
+    shards = tiermem.shard(model, policy, device="sim")
+    optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        loss_of(model, 0, "sim").backward()
+        shards.homes.store.settle()
+        sim.synchronize()
+        sim.record(True)
+        optim.step()
+        sim.record(False)
+        optim.zero_grad()
+    return shards, optim.tiles_of(shards)
+
+
+@pytest.mark.parametrize("precision", ["exact", "compact", "tiny"])
+@pytest.mark.parametrize("home", HOMES)
+def test_the_bytes_that_cross_the_link_are_those_that_are_said(
+    home: str, precision: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    fields = {"num_moments": 2, "streamed_ratio": 0.5, **HOMES[home]}
+    policy = policy_of(precision, tmp_path, **fields)
+    shards, states = recorded(sim, policy, precision)
+    with shards:
+        sent = [sent_bytes(tile.live.unit, tile.numel, shards.plan, policy) for tile in states.tiles if tile.is_sent]
+        assert states._stream is not None
+        for stream, due in (
+            (states._stream._down, sum(each.down for each in sent)),
+            (states._stream._up, sum(each.up for each in sent)),
+        ):
+            copies = (e for e in sim.recording() if e["kind"] == "operation" and e["place"][1] == stream.stream_id)
+            assert sum(entry["bytes"] for entry in copies) == due > 0
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_copies_of_tiles_hide_behind_each_other_and_behind_the_step(
+    home: Tier, sim: ModuleType, tmp_path: Path
+) -> None:
+    """In simulated time, where each lane takes a second for all tiles: a step takes little more than that."""
+    policy = policy_of("exact", tmp_path, params=home, optim=home, streamed_ratio=1.0, persistence_numel=0)
+    sim.set_schedule("late")
+    shards, states = recorded(sim, policy, "exact")
+    shards.close()
+    lanes, num = ("to device", "to host", "compute"), len(states.tiles)
+    busy = clock.replay(list(sim.recording()), dict.fromkeys(lanes, Rate(1.0))).busy_s
+    replay = clock.replay(list(sim.recording()), {lane: Rate(busy[lane]) for lane in lanes})
+    assert replay.makespan_s <= 1 + 4 / num, (replay.makespan_s, num)

@@ -1,0 +1,82 @@
+"""TileStream: buffers in an accelerator's memory, for tiles that rest elsewhere and are stepped there.
+
+    down     memory of a tile -> its buffer     states, weights and gradients; when the buffer's last tile has left
+    step     in the buffer                      on the stream of the caller, when they have come
+    up       its buffer -> memory of the tile   states and weights, when they are stepped
+
+Each row is a stream: while a tile is stepped, the next one comes and the last one leaves. Memory of tiles is pinned. No method
+waits for the accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from tiermem.swap.accelerator import current_stream, new_stream, on, record
+from tiermem.swap.device_memory import DeviceMemory
+from tiermem.swap.ranges import round_up
+from tiermem.swap.tier import ALIGNMENT
+from tiermem.zero.plan import Buffers
+
+
+class TileStream:
+    """Buffers that take turns. For one thread at a time, whose current stream steps.
+
+    Args:
+        memory: of the accelerator; the buffers are carved from it until `close`.
+        device: the accelerator.
+        buffers: their size and number.
+
+    Raises torch's OutOfMemoryError.
+    """
+
+    def __init__(self, memory: DeviceMemory, device: torch.device, buffers: Buffers) -> None:
+        self._memory, self._device = memory, device
+        self._down, self._up = new_stream(device), new_stream(device)
+        memory.reserve("stream/", buffers.num * round_up(buffers.slot_bytes, ALIGNMENT))
+        self._slots = [memory.take(f"stream/{number}", buffers.slot_bytes) for number in range(buffers.num)]
+        self._left: list[torch.Event | None] = [None] * buffers.num  # the end of the copies of each buffer's last tile
+        self._turn, self._used_bytes = 0, 0  # the buffer of the tile under way, and its bytes in use
+        self._down.wait_stream(current_stream(device))  # which may still use what was freed for the buffers
+
+    def begin(self) -> None:
+        """Goes on to the next buffer, for a tile that is about to come."""
+        self._turn, self._used_bytes = (self._turn + 1) % len(self._slots), 0
+        if (left := self._left[self._turn]) is not None:
+            for stream in (self._down, current_stream(self._device)):
+                stream.wait_event(left)
+
+    def bring(self, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
+        """A place in the buffer for flat data of the tile, valid until the buffer's next turn; the current stream waits for it.
+
+        is_read: whether the data is copied there; else the content is undefined.
+        """
+        start, size = self._used_bytes, data.numel() * data.itemsize
+        self._used_bytes += round_up(size, ALIGNMENT)
+        place = self._slots[self._turn].tensor[start : start + size].view(data.dtype)
+        if is_read:
+            with on(self._down):
+                place.copy_(data, non_blocking=True)
+            current_stream(self._device).wait_event(record(self._down))
+        return place
+
+    def send_back(self, moved: Collection[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
+        """Copies each (data, its place) to the data when the current stream has stepped it. Returns the end of the copies."""
+        self._up.wait_stream(current_stream(self._device))
+        with on(self._up):
+            for data, place in moved:
+                data.copy_(place, non_blocking=True)
+        left = self._left[self._turn] = record(self._up)
+        return left
+
+    def join(self) -> None:
+        """Makes the current stream wait for all copies."""
+        for stream in (self._down, self._up):
+            current_stream(self._device).wait_stream(stream)
+
+    def close(self) -> None:
+        """Gives the buffers back. No copy may be under way."""
+        while self._slots:
+            self._memory.give_back(self._slots.pop())
