@@ -131,11 +131,11 @@ clean:
 	-$(PIP) install -c constraints.txt --only-binary=:all: $$($(BIN)/python .ci/extra.py fuzz)
 	@touch $@
 
-# TRL, PEFT, Lightning and TensorBoard, whose tests are skipped elsewhere: some 300 MB.
+# TRL, PEFT, Lightning, TensorBoard and Triton, whose tests are skipped elsewhere: some 500 MB.
 .venv/.trl: pyproject.toml constraints.txt .venv/.installed
-	@echo "installing TRL, PEFT, Lightning and TensorBoard"
+	@echo "installing TRL, PEFT, Lightning, TensorBoard and Triton"
 	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py trl) $$($(BIN)/python .ci/extra.py lightning) \
-	  $$($(BIN)/python .ci/extra.py tensorboard)
+	  $$($(BIN)/python .ci/extra.py tensorboard) $$($(BIN)/python .ci/extra.py triton)
 	@touch $@
 
 .venv/.docs: pyproject.toml constraints.txt .venv/.installed

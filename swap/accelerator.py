@@ -43,6 +43,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in _HOST
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton divides and takes roots exactly there: on CUDA and ROCm, which torch names alike."""
+    return device.type == "cuda"
+
+
 def find_device(asked: torch.device | str | None = None) -> torch.device:
     """The device that this process computes on: the one asked for, else its accelerator, else the CPU.
 

@@ -108,12 +108,19 @@ def random_words(dither: Dither, number: int, numel: int, device: torch.device) 
         rest = dither._replace(first_element=first + left)
         pieces = ((dither, left), (rest, numel - left))
         return torch.cat([random_words(part, number, length, device) for part, length in pieces])
-    salt = _mix(_mix(dither.key + (number // 2 + 1) * 0x9E3779B97F4A7C15) + (first >> 32))
-    x = torch.arange(numel, dtype=torch.int32, device=device) * _HASH_STRIDE + _signed(first * _HASH_STRIDE + salt)
-    x = (x ^ _shifted(x, 15)) + _signed(salt >> 32)
+    start, salt, offset = salts_of(dither, number)
+    x = torch.arange(numel, dtype=torch.int32, device=device) * _HASH_STRIDE + start
+    x = (x ^ _shifted(x, 15)) + salt
     x = x * _signed(_HASH_FACTOR)
     x = x ^ _shifted(x, 16)
-    return (x << 16 if number % 2 else x) + _signed(dither.step * _STEP_STRIDES[number])
+    return (x << 16 if number % 2 else x) + offset
+
+
+def salts_of(dither: Dither, number: int) -> tuple[int, int, int]:
+    """Start, salt and offset of a part's words, as int32 numbers, up to the next multiple of 2^32: native/rounding.h."""
+    first = dither.first_element
+    salt = _mix(_mix(dither.key + (number // 2 + 1) * 0x9E3779B97F4A7C15) + (first >> 32))
+    return _signed(first * _HASH_STRIDE + salt), _signed(salt >> 32), _signed(dither.step * _STEP_STRIDES[number])
 
 
 def _mix(x: int) -> int:
@@ -247,14 +254,25 @@ def step_in_torch(
     """
     numel = parts.grad.numel()
     check_parts(rule, parts, start_master, parts.grad.device)
-    rule, one_minus = _rounded(rule, start_moments)
+    rule, one_minus = rounded_scalars(rule, start_moments)
     for begin in range(0, numel, CHUNK):
         end = min(begin + CHUNK, numel)
-        weight, master = (None if part is None else part[begin:end] for part in (parts.weight, parts.master))
-        moments = [_moment_at(moment, begin, end) for moment in parts.moments]
-        chunk = StepParts(weight, master, parts.grad[begin:end], moments)
+        chunk = parts_between(parts, begin, end)
         own = None if dither is None else dither._replace(first_element=dither.first_element + begin)
         _step_chunk(rule, one_minus, chunk, own, start_moments, start_master)
+
+
+def parts_between(parts: StepParts, begin: int, end: int) -> StepParts:
+    """Views of the elements [begin, end) of all parts. begin: a multiple of Q8_BLOCK where a moment is in 8 bits."""
+    weight, master = (None if part is None else part[begin:end] for part in (parts.weight, parts.master))
+    moments: list[Moment] = []
+    for moment in parts.moments:
+        if isinstance(moment, Quantised):
+            scales = moment.scales[begin // Q8_BLOCK : num_scales(end)]
+            moments.append(Quantised(moment.codes[begin:end], scales))
+        else:
+            moments.append(moment[begin:end])
+    return StepParts(weight, master, parts.grad[begin:end], moments)
 
 
 @torch.no_grad()
@@ -283,7 +301,7 @@ def block_sums_in_torch(grad: torch.Tensor, first: int) -> torch.Tensor:
 # ---- one chunk --------------------------------------------------------------------------------------------------------
 
 
-class _OneMinus(NamedTuple):
+class OneMinus(NamedTuple):
     """One minus these scalars: computed in double, then rounded to fp32."""
 
     beta1: float
@@ -291,20 +309,20 @@ class _OneMinus(NamedTuple):
     dampening: float
 
 
-def _rounded(rule: StepRule, start_moments: bool) -> tuple[StepRule, _OneMinus]:
+def rounded_scalars(rule: StepRule, start_moments: bool) -> tuple[StepRule, OneMinus]:
     """Returns a rule whose scalars are fp32 numbers (tm_constants in native/loops.h), and one minus some of them."""
-    one_minus = _OneMinus(1.0 - rule.beta1, 1.0 - rule.beta2, 1.0 if start_moments else 1.0 - rule.dampening)
+    one_minus = OneMinus(1.0 - rule.beta1, 1.0 - rule.beta2, 1.0 if start_moments else 1.0 - rule.dampening)
     rule = rule._replace(
         grad_scale=-rule.grad_scale if rule.maximize else rule.grad_scale,
         initial=rule.initial if rule.name == "adagrad" else 0.0,
     )
     single: dict[str, Any] = {name: ctypes.c_float(getattr(rule, name)).value for name in SCALARS}
-    return rule._replace(**single), _OneMinus(*(ctypes.c_float(value).value for value in one_minus))
+    return rule._replace(**single), OneMinus(*(ctypes.c_float(value).value for value in one_minus))
 
 
 def _step_chunk(
     rule: StepRule,
-    one_minus: _OneMinus,
+    one_minus: OneMinus,
     parts: StepParts,
     dither: Dither | None,
     start_moments: bool,
@@ -335,12 +353,6 @@ def _step_chunk(
             narrow_in_torch(p, weight)
 
 
-def _moment_at(moment: Moment, begin: int, end: int) -> Moment:
-    if isinstance(moment, Quantised):
-        return Quantised(moment.codes[begin:end], moment.scales[begin // Q8_BLOCK : num_scales(end)])
-    return moment[begin:end]
-
-
 def _words_for(part: Moment, number: int, dither: Dither | None) -> torch.Tensor | None:
     """The random words of a part that is rounded stochastically; None: it is not."""
     stored = part.codes if isinstance(part, Quantised) else part
@@ -356,7 +368,7 @@ _Tensors = list[torch.Tensor]
 _Stepped = tuple[torch.Tensor, _Tensors]
 
 
-def _adam(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+def _adam(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
     m, v, *largest = moments
     if rule.name == "adamw":
         p = p * rule.decay
@@ -371,13 +383,13 @@ def _adam(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor
     return p, [m, v, w][: len(moments)]
 
 
-def _adagrad(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+def _adagrad(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
     g = g + p * rule.decay
     total = moments[0] + g * g
     return p - (g / (_sqrt(total) + rule.eps)) * rule.step_size, [total]
 
 
-def _lion(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+def _lion(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
     m = moments[0]
     u = m * rule.beta1 + g * one_minus.beta1
     has_no_size = (u == 0) | (u != u)  # zeros keep their sign, NaN stays NaN
@@ -385,7 +397,7 @@ def _lion(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor
     return p * rule.decay - sign * rule.step_size, [m * rule.beta2 + g * one_minus.beta2]
 
 
-def _sgd(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+def _sgd(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
     g = g + p * rule.decay
     if not moments:
         return p - g * rule.step_size, []
@@ -394,7 +406,7 @@ def _sgd(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor,
     return p - update * rule.step_size, [m]
 
 
-_FORMULAS: dict[str, Callable[[StepRule, _OneMinus, torch.Tensor, torch.Tensor, _Tensors], _Stepped]] = {
+_FORMULAS: dict[str, Callable[[StepRule, OneMinus, torch.Tensor, torch.Tensor, _Tensors], _Stepped]] = {
     "adamw": _adam,
     "adam": _adam,
     "adagrad": _adagrad,

@@ -21,6 +21,7 @@ from tiermem.config.io import STATES_PER_TILE
 from tiermem.engine import Engine
 from tiermem.forecast import Rates, choose, forecast_shards
 from tiermem.forecast.rates import Compute
+from tiermem.optim.rules import device_step
 from tiermem.policy import OffloadPolicy, Precision, Tier
 from tiermem.precision import DTYPES
 from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator
@@ -28,7 +29,6 @@ from tiermem.swap.checksum import crc32c
 from tiermem.swap.native import Workers
 from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.queue import Event
-from tiermem.swap.torch_step import step_in_torch
 from tiermem.tools.bench.gpu_link import measure_link
 from tiermem.tools.bench.small_training import PHASES, clock_of, timed
 from tiermem.tools.launcher import Job, compute_of
@@ -267,14 +267,14 @@ def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
 
 
 def measure_steps(device: torch.device, num_params: int) -> float:
-    """The same of an optimizer step on an accelerator: of `swap/torch_step.py`. Takes up to 128 bytes for each parameter."""
+    """The same of an optimizer step on an accelerator, in its form there. Takes up to 128 bytes for each parameter."""
     rule = StepRule("adamw", 1e-3, 1.0, beta1=0.9, beta2=0.999, eps=1e-8)
     weight = torch.zeros(num_params, dtype=torch.bfloat16, device=device)
     master, *moments = (torch.zeros(num_params, device=device) for _ in range(3))
     parts = StepParts(weight, master, torch.full_like(weight, 1e-3), moments)
 
     def step() -> None:
-        step_in_torch(rule, parts)
+        device_step(device)(rule, parts)
         torch.accelerator.synchronize(device)
 
     return num_params * _KERNEL_BYTES / _median_s(step)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tiermem.optim import rules
 from tiermem.optim.rules import MatrixStep, step_parts
 from tiermem.swap import torch_step
+from tiermem.swap.accelerator import runs_triton
 from tiermem.swap.native import NORM_BLOCK, Workers, narrow_part, optimizer_step, store_gradient, widen_part
 from tiermem.swap.parts import MOMENTS, Dither, Moment, Quantised, StepParts, StepRule, num_scales
 from tiermem.swap.torch_step import (
@@ -157,15 +160,21 @@ def is_same(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def assert_same_steps(
-    rule: StepRule, parts: StepParts, workers: Workers, dither: Dither | None, note: str = "", num_steps: int = 3
+    rule: StepRule,
+    parts: StepParts,
+    workers: Workers,
+    dither: Dither | None,
+    note: str = "",
+    num_steps: int = 3,
+    step_ours: Callable[..., None] = step_in_torch,
 ) -> None:
-    """Three steps by both from the same parts; the first starts the moments, and the master where it may."""
+    """Steps by both from the same parts; the second starts the moments, and the master where it may."""
     native, ours = copy_of(parts), copy_of(parts)
     for step in range(num_steps):
         flags = {"start_moments": step == 1, "start_master": step == 1 and parts.weight is not None}
         own = None if dither is None else dither._replace(step=dither.step + step)
         optimizer_step(workers, rule, native, own, **flags)
-        step_in_torch(rule, ours, own, **flags)
+        step_ours(rule, ours, own, **flags)
         for k, (seen, wanted) in enumerate(zip(tensors_of(ours), tensors_of(native), strict=True)):
             assert is_same(seen, wanted), (
                 f"step {step}, tensor {k} {note}: {seen[seen != wanted]}, {wanted[seen != wanted]}"
@@ -392,22 +401,38 @@ def test_parts_of_two_devices_are_refused(workers: Workers) -> None:
         optimizer_step(workers, _ADAM, parts._replace(grad=torch.zeros(100)))
 
 
+def test_torch_operations_step_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "tiermem.swap.triton_step", raising=False)
+    rules._step_in_triton.cache_clear()
+    assert rules.device_step(torch.device("cuda", 0)) is step_in_torch
+    rules._step_in_triton.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("form", ["torch", "triton"])
 @pytest.mark.parametrize("name", RULES)
-def test_an_accelerator_gives_the_cpus_bits(name: str, workers: Workers) -> None:
+def test_an_accelerator_gives_the_cpus_bits(name: str, form: str, workers: Workers) -> None:
+    """By the kernel itself, which is not tried before: a few of its variants, of which each takes a second to compile."""
     device = torch.accelerator.current_accelerator()
+    step_there, every = step_in_torch, 1
+    if form == "triton":
+        if not runs_triton(device):
+            pytest.skip(f"torch operations step {device.type}")
+        step_there, every = pytest.importorskip("tiermem.swap.triton_step").launch, 7
     set_debug_mode = getattr(torch.get_device_module(device), "set_sync_debug_mode", lambda mode: None)  # CUDA's
     rule, num_moments = RULES[name]
     kinds = MOMENT_DTYPES if num_moments else MOMENT_DTYPES[:1]
-    for (weight, master), moments, is_stochastic in itertools.product(MASTERS, kinds, (False, True)):
-        parts = parts_of(rule, workers, 1003, weight, master, moments[:num_moments], BF16)
-        there, dither = copy_of(parts, str(device)), Dither(1, 2, 2**32 - 300) if is_stochastic else None
+    combinations = list(itertools.product(MASTERS, kinds, (False, True)))
+    for (weight, master), moments, is_stochastic in combinations[::every]:
+        parts = parts_of(rule, workers, 5003, weight, master, moments[:num_moments], BF16)
+        there, dither = copy_of(parts, str(device)), Dither(1, 2, 2**32 - 1024) if is_stochastic else None
         for step in range(3):
             optimizer_step(workers, rule, parts, dither, start_moments=step == 1)
             set_debug_mode("error")
             try:
-                step_parts(workers, rule, there, dither, start_moments=step == 1)
+                step_there(rule, there, dither, start_moments=step == 1)
                 sums = block_sums_in_torch(there.grad, NORM_BLOCK - 5)
             finally:
                 set_debug_mode("default")

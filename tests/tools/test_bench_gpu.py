@@ -40,7 +40,7 @@ sys.modules.update(dict.fromkeys(["rich", "typer", "transformers", "matplotlib",
     + WHOLE
 )
 SMALL = ["--most", "256KiB", "--seconds", "0.001", "--register", "2MiB,900TiB", "--steps", "3"]
-SMALL += ["--width", "64", "--blocks", "2", "--samples", "8", "--trace-samples", "8"]
+SMALL += ["--width", "64", "--blocks", "2", "--samples", "8", "--trace-samples", "8", "--step-numel", "70000"]
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -63,7 +63,7 @@ def bench(*words: str, code: str = BARE, **settings: str) -> subprocess.Complete
 
 def test_it_runs_whole_on_the_simulated_device(tmp_path: Path) -> None:
     tests, file = Path(__file__).parent.parent / "gpu" / "test_pinning.py", tmp_path / "gpu.json"
-    parts = "environment,registration,copies,tests,training,models"
+    parts = "environment,registration,copies,step,tests,training,models"
     done = bench("--json", str(file), "--tests", str(tests), "--part", parts)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
@@ -76,6 +76,13 @@ def test_it_runs_whole_on_the_simulated_device(tmp_path: Path) -> None:
     assert all(row["is_pinned"] for row in found["registration"][:2])
     kinds = {(row["num_bytes"], row["direction"], row["is_pinned"]) for row in found["copies"]}
     assert len(kinds) == len(found["copies"]) == 2 * 3 * 2 and all(row["bytes_s"] > 0 for row in found["copies"])
+    moved = {(row["states"], row["form"]): row["num_bytes"] / row["numel"] for row in found["step"]["rows"]}
+    assert moved == {
+        ("exact", "torch operations"): 28,
+        ("compact", "torch operations"): 18,
+        ("tiny", "torch operations"): pytest.approx(14 + 4 / 64, rel=1e-3),
+    }
+    assert all(row["step_s"] > 0 for row in found["step"]["rows"]) and found["step"]["failures"] == {}
     assert (found["tests"]["num_passed"], found["tests"]["num_failed"], found["tests"]["num_skipped"]) == (4, 0, 0)
     training = found["training"]
     assert training["passed"] and set(training["runs"]) == {"cpu", "weights", "host", "nvme", "device"}

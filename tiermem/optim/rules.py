@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tiermem.config.precision import Fp16Config
+from tiermem.swap.accelerator import runs_triton
 from tiermem.swap.native import Workers, optimizer_step, widen_part
 from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule
 from tiermem.swap.torch_step import step_in_torch, widen_in_torch
@@ -56,8 +57,8 @@ def check_implementation(group: Group) -> None:
 
 # ---- one step of a parameter, or of a piece of it --------------------------------------------------------------------
 #
-#     StepRule      elementwise: one pass of a native kernel on the CPU; on other devices torch operations with the same bits.
-#                   A piece may be any range of the parameter
+#     StepRule      elementwise: one pass of a native kernel on the CPU; on other devices a Triton kernel or torch
+#                   operations with the same bits. A piece may be any range of the parameter
 #     MatrixStep    a whole matrix: elementwise momentum, an update that torch makes orthogonal, an elementwise step along it
 
 
@@ -102,7 +103,25 @@ def step_parts(
     elif parts.grad.device.type == "cpu":
         optimizer_step(workers, step, parts, dither, start_moments=start_moments, start_master=start_master)
     else:
-        step_in_torch(step, parts, dither, start_moments=start_moments, start_master=start_master)
+        device_step(parts.grad.device)(step, parts, dither, start_moments=start_moments, start_master=start_master)
+
+
+def device_step(device: torch.device) -> Callable[..., None]:
+    """The elementwise step of a device that is not the CPU: one Triton kernel where that serves it, else torch operations.
+
+    Its arguments are those of `step_in_torch` in swap/torch_step.py; swap/triton_step.py says what the kernel serves.
+    """
+    return (_step_in_triton() if runs_triton(device) else None) or step_in_torch
+
+
+@functools.cache
+def _step_in_triton() -> Callable[..., None] | None:
+    """None where triton is not installed."""
+    try:
+        from tiermem.swap.triton_step import step_in_triton
+    except ImportError:
+        return None
+    return step_in_triton
 
 
 def orthogonalise(

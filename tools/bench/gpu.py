@@ -3,6 +3,7 @@
     environment    the device, its driver and link, torch, the machine
     registration   seconds of pinning host memory                            gpu_link.py
     copies         bytes per second over the link                            gpu_link.py
+    step           AdamW's step of states on the device, by torch operations and by the Triton kernel
     tests          `pytest -m gpu`: its totals, and which failed             gpu_passes.py
     training       a small model in every place beside its twin on the CPU   small_training.py
     passes         a small training again, watched: blocking, sanitizers     gpu_passes.py
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import subprocess
 import sys
 import time
@@ -30,6 +32,8 @@ import torch
 
 from tiermem.swap import accelerator
 from tiermem.swap.native import choose_isa
+from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule, num_scales
+from tiermem.swap.torch_step import step_in_torch
 from tiermem.tools.bench.gpu_link import measure_copies, measure_registration
 from tiermem.tools.bench.gpu_models import ModelRun, train_models
 from tiermem.tools.bench.gpu_passes import (
@@ -58,10 +62,16 @@ from tiermem.tools.words import (
 )
 
 EXIT_FAILED = 1
-PARTS = ("environment", "registration", "copies", "tests", "training", "passes", "trace", "models")
+PARTS = ("environment", "registration", "copies", "step", "tests", "training", "passes", "trace", "models")
 TRACED = ("host", "nvme")
 """Places that are trained under the profiler."""
 _STATES = ("exact", "compact", "bf16", "tiny")
+_STEPPED = {
+    "exact": (torch.float32, torch.float32),
+    "compact": (torch.int16, torch.bfloat16),
+    "tiny": (torch.int16, None),
+}
+"""Masters and moments of the timed steps, beside bf16 weights and gradients; None: 8-bit blocks."""
 _TRACE_SAMPLES = 64
 """Times the samples of the small training: kernels must last as long as the copies that they are to hide."""
 _PASS_PART = 4
@@ -164,6 +174,38 @@ def find_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def measure_steps(device: torch.device, numel: int) -> dict[str, Any]:
+    """Seconds of a step of so many elements (fewer where memory is short), in each form and precision; bytes that must move."""
+    numel = min(numel, accelerator.free_and_total(device)[0] // 128)
+    rule = StepRule("adamw", 1e-3, 0.999, beta1=0.9, beta2=0.999, eps=1e-8)
+    forms: dict[str, Callable[..., None]] = {"torch operations": step_in_torch}
+    rows, failures = list[dict[str, Any]](), dict[str, str]()
+    with contextlib.suppress(ImportError):
+        if accelerator.runs_triton(device):
+            from tiermem.swap.triton_step import launch
+
+            forms["Triton"] = launch
+    for states, (master, moment) in _STEPPED.items():
+        weight, grad = (torch.full((numel,), value, dtype=torch.bfloat16, device=device) for value in (0.5, 1e-3))
+        size = [(numel, moment)] if moment is not None else [(numel, torch.uint8), (num_scales(numel), torch.uint8)]
+        held, *others = (torch.zeros(n, dtype=dtype, device=device) for n, dtype in [(numel, master), *size, *size])
+        parts = StepParts(weight, held, grad, others if moment else [Quantised(*others[:2]), Quantised(*others[2:])])
+        read = [grad, held, *others] if states == "exact" else [weight, grad, held, *others]
+        num_bytes = sum(tensor.nbytes for tensor in (*read, weight, held, *others))
+        for form, step in forms.items():
+            with noting_failure(failures, f"{states}, {form}"):
+                times = []
+                for _ in range(6):
+                    torch.accelerator.synchronize(device)
+                    start = time.perf_counter()
+                    step(rule, parts, None if states == "exact" else Dither(1, 1, 0))
+                    torch.accelerator.synchronize(device)
+                    times.append(time.perf_counter() - start)
+                seconds = statistics.median(times[1:])
+                rows.append({"states": states, "form": form, "numel": numel, "num_bytes": num_bytes, "step_s": seconds})
+    return {"rows": rows, "failures": failures}
+
+
 def _measures(
     given: argparse.Namespace, device: torch.device, folder: Path, traces: dict[str, Path], has_peers: bool
 ) -> dict[str, Callable[[], Any]]:
@@ -187,6 +229,7 @@ def _measures(
         "environment": lambda: find_environment(device),
         "registration": lambda: measure_registration(device, parse_list("--register", given.register, parse_bytes)),
         "copies": lambda: measure_copies(device, parse_bytes(given.most), given.seconds),
+        "step": lambda: measure_steps(device, given.step_numel),
         "tests": lambda: run_tests(given.tests or [ROOT / "tests/gpu", ROOT / "tests/swap/test_torch_step.py"]),
         "training": lambda: train_everywhere(sizes, folder),
         "passes": lambda: run_passes(small, folder),
@@ -205,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--register", default="64MiB,1GiB,4GiB", help="sizes to register; too large ones are left out")
     parser.add_argument("--most", default="256MiB", help="largest copy")
     parser.add_argument("--seconds", type=float, default=0.1, help="least time of each rate")
+    parser.add_argument("--step-numel", type=int, default=1 << 26, help="elements of the step that is timed")
     parser.add_argument("--tests", type=Path, nargs="+", help="files and folders of tests [default: all of a GPU]")
     for name, value in (("width", 1024), ("blocks", 8), ("samples", 256), ("steps", 6)):
         parser.add_argument(f"--{name}", type=int, default=value, help="of the small training")

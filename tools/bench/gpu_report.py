@@ -51,6 +51,7 @@ def faults_of(report: Mapping[str, Any]) -> list[str]:
     tests, training = report.get("tests", {}), report.get("training", {})
     if tests.get("num_failed"):
         faults.append(f"{tests['num_failed']} tests failed")
+    faults += [f"the step {each} failed" for each in report.get("step", {}).get("failures", {})]
     faults += [f"training in {place!r} failed" for place in training.get("failures", {})]
     if not training.get("is_equal_to_the_bit", True):
         faults.append("losses of places that compute alike differ")
@@ -118,6 +119,14 @@ def _copy_rows(copies: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         is_pinned = any(rate["is_pinned"] for rate in rates)
         note = "pinned / pageable" if is_pinned else "refused to pin / pageable"
         yield format_bytes(size), f"{', '.join(said)} GB/s ({note})"
+
+
+def _step_rows(steps: Mapping[str, Any]) -> Iterator[Row]:
+    for row in steps["rows"]:
+        ns, rate = row["step_s"] / row["numel"] * 1e9, row["num_bytes"] / row["step_s"] / 1e9
+        yield f"{row['states']}, {row['form']}", f"{ns:.4f} ns an element, {rate:.1f} GB/s by the bytes that must move"
+    for each, words in steps["failures"].items():
+        yield each, f"failed: {_last_of(words)}"
 
 
 def _test_rows(tests: Mapping[str, Any]) -> Iterator[Row]:
@@ -198,6 +207,7 @@ _ROWS_OF: dict[str, Callable[[Any], Iterator[Row]]] = {
     "environment": _environment_rows,
     "registration": _registration_rows,
     "copies": _copy_rows,
+    "step": _step_rows,
     "tests": _test_rows,
     "training": _training_rows,
     "passes": _pass_rows,
