@@ -7,6 +7,7 @@ A test plans some of the rows again and compares.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.forecast import Rates
+from tiermem.tools.card import Card
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.planned import Cluster, Planned, Scenario, plan_scenario
 from tiermem.tools.presets import ModelShape, llama
@@ -36,6 +38,7 @@ class Machine(NamedTuple):
     flops: float
     """Operations a second that training reaches in 16 bits."""
     link_bytes_s: float = 25e9
+    gpu_memory_bytes_s: float = Rates.device_memory_bytes_s
 
     @property
     def words(self) -> str:
@@ -43,13 +46,18 @@ class Machine(NamedTuple):
         return f"{self.gpu}, {self.memory_gib} GB RAM, {disks}"
 
     def cluster(self) -> Cluster:
-        """What may be used: 2 GiB of the GPU's memory are left to its driver and torch, 6 GiB of the host to the system."""
+        """All of the GPU, of which `plan` leaves a part to its driver and torch; 6 GiB of the host are left to the system."""
         size = re.match(r"(\d+) GB", self.gpu)
-        gpu_bytes = (int(size[1]) - 2) * GIB if size else None
-        return Cluster(1, 1, gpu_bytes, (self.memory_gib - 6) * GIB, self.disks * 2 * TB)
+        host_bytes, disk_bytes = (self.memory_gib - 6) * GIB, self.disks * 2 * TB
+        if size is None:
+            return Cluster(1, 1, None, host_bytes, disk_bytes)
+        card = Card.elsewhere(int(size[1]) * GIB)
+        return Cluster(1, 1, card.total_bytes, host_bytes, disk_bytes, card.others)
 
     def rates(self) -> Rates:
-        return Rates(max(1, self.disks) * 7e9, max(1, self.disks) * 5e9, self.link_bytes_s, is_disk_duplex=True)
+        read, write = max(1, self.disks) * 7e9, max(1, self.disks) * 5e9
+        rates = Rates(read, write, self.link_bytes_s, is_disk_duplex=True)
+        return dataclasses.replace(rates, device_memory_bytes_s=self.gpu_memory_bytes_s)
 
 
 MACHINES = (
@@ -60,8 +68,8 @@ MACHINES = (
     Machine("24 GB GPU", 64, 1, 150e12),
     Machine("24 GB GPU", 128, 0, 150e12),
     Machine("24 GB GPU", 128, 2, 150e12),
-    Machine("80 GB GPU", 256, 0, 400e12, 50e9),
-    Machine("80 GB GPU", 512, 2, 400e12, 50e9),
+    Machine("80 GB GPU", 256, 0, 400e12, 50e9, 2000e9),
+    Machine("80 GB GPU", 512, 2, 400e12, 50e9, 2000e9),
 )
 
 
@@ -90,9 +98,11 @@ def plan(machine: Machine, model: str, states: str, offload: str, batch: int, ch
 
 
 def best(machine: Machine, model: str, states: str) -> Planned | None:
-    """The fastest plan that fits: states in memory or on NVMe, as many sequences at a time as fit; None where none does."""
+    """The fastest plan that fits: states on the GPU, in memory or on NVMe, as many sequences at a time as fit; None where none
+    does."""
     found: list[Planned] = []
-    for offload in ("cpu", "nvme")[: 1 + bool(machine.disks)]:
+    is_gpu = machine.cluster().gpu_bytes is not None
+    for offload in ("none", "cpu", "nvme")[not is_gpu : 2 + bool(machine.disks)]:
         for batch in (8, 4, 2, 1):
             if not plan(machine, model, states, offload, batch, chooses=False).problems:
                 found.append(plan(machine, model, states, offload, batch, chooses=True))
@@ -165,7 +175,7 @@ HEAD = """<!-- Written by `python docs/sizing_tables.py`. Do not edit it. -->
 simulated clock. Nothing of it is measured. **No GPU has run tiermem yet**, so read the speeds as what the arithmetic of the
 plan gives when nothing else is slow.
 
-    tiermem plan --preset 7b --gpu-memory 22GiB --host-memory 58GiB
+    tiermem plan --preset 7b --gpu-memory 24GiB --host-memory 58GiB
 
 ## The largest model
 
@@ -173,9 +183,9 @@ plan gives when nothing else is slow.
 MIDDLE = f"""
 - A step is {NUM_SEQUENCES} sequences of {SEQ} tokens ({NUM_SEQUENCES * SEQ:,} tokens), full fine-tuning in bf16 with AdamW and
   clipping, activations recomputed, as many sequences at a time as fit.
-- 2 GiB of a GPU and 6 GiB of the host's memory are left to others. A drive has 2 TB, and reads 7 and writes 5 GB/s at once.
-  Training reaches 50, 80, 150 and 400 TFLOPS on the GPUs of 12, 16, 24 and 80 GB. The link moves 25 GB/s each way, 50 of the
-  80 GB GPU. The CPU's kernels move 50 GB/s of memory.
+- 512 MiB and 5 % of a GPU and 6 GiB of the host's memory are left to others. A drive has 2 TB, and reads 7 and writes 5 GB/s
+  at once. Training reaches 50, 80, 150 and 400 TFLOPS on the GPUs of 12, 16, 24 and 80 GB. Their memory moves 800 GB/s, 2,000
+  of the 80 GB GPU; the link 25 GB/s each way, 50 of the 80 GB GPU. The CPU's kernels move 50 GB/s of memory.
 - States on NVMe take twice their bytes, because the last checkpoint stays whole while steps write the next
   (`"durability": "none"` takes them once).
 - States are `exact` (fp32 master and moments), `compact` (the same master, moments in bf16) or `tiny` (moments in blocks of

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tiermem.swap.native import NORM_BLOCK, SCALARS
 from tiermem.swap.parts import (
@@ -296,6 +298,32 @@ def block_sums_in_torch(grad: torch.Tensor, first: int) -> torch.Tensor:
             tree = lower + upper
         sums.append(tree.view(-1))
     return torch.cat(sums)
+
+
+def memory_traffic(work: Callable[[], object]) -> int:
+    """Runs torch operations and returns the bytes of memory that they read and write: of every tensor of each, once.
+
+    Operations that make views move nothing.
+    """
+    traffic = _Traffic()
+    with traffic:
+        work()
+    return traffic.num_bytes
+
+
+class _Traffic(TorchDispatchMode):
+    """Adds up what operations move."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            moved = {id(each): each.nbytes for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor)}
+            self.num_bytes += sum(moved.values())
+        return result
 
 
 # ---- one chunk --------------------------------------------------------------------------------------------------------

@@ -168,7 +168,10 @@ class PlanOptions(Options):
     ranks: int = option(1, "ranks (GPUs) on each node", check=POSITIVE)
     nodes: int = option(1, "nodes", check=POSITIVE)
     gpu_bytes: int | None = size(
-        None, "of each rank's GPU, such as 80GiB [default: the maths runs on the CPU]", "--gpu-memory", _OF_A_MACHINE
+        None,
+        "of each rank's GPU, such as 80GiB [default: of this machine's; without one the maths runs on the CPU]",
+        "--gpu-memory",
+        _OF_A_MACHINE,
     )
     host_bytes: int | None = size(
         None, "of each node, such as 512GiB [default: no limit]", "--host-memory", _OF_A_MACHINE
@@ -192,6 +195,12 @@ class PlanOptions(Options):
         None,
         "bytes a second between memory and GPU, each way [default: measured where there is a GPU, else 25GB]",
         "--link",
+        above_zero,
+    )
+    gpu_memory_bytes_s: float | None = size(
+        None,
+        "bytes a second of a GPU's memory [default: measured where there is a GPU, else 800GB]",
+        "--gpu-bandwidth",
         above_zero,
     )
     network_bytes_s: float = size("10GB", "bytes a second that a rank sends to others", "--network", above_zero)

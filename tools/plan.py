@@ -22,6 +22,8 @@ from rich.table import Table
 
 from tiermem.forecast.forecast import PHASES
 from tiermem.policy import Tier
+from tiermem.swap.accelerator import find_device
+from tiermem.tools.card import Card, say_placement
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.planned import PLACES, Cluster, Overlapped, Planned, Scenario, overlaps_of, plan_scenario
@@ -52,9 +54,17 @@ def plan(options: PlanOptions, console: Console) -> int:
     shape, config = _shape(options), _config(options)
     if options.flops is None and options.gpu_bytes is None:  # measured here, in the dtype that is best here
         config, _ = settle_compute(config, shape)
+    card = Card.here(find_device()) if options.gpu_bytes is None else Card.elsewhere(options.gpu_bytes)
     with console.status("measuring this machine"):
-        rates, compute, sources = speed_of(options, shape, config)
-    cluster = Cluster(options.nodes, options.ranks, options.gpu_bytes, options.host_bytes, options.nvme_bytes)
+        rates, compute, sources = speed_of(options, shape, config, card is not None)
+    cluster = Cluster(
+        options.nodes,
+        options.ranks,
+        None if card is None else card.total_bytes,
+        options.host_bytes,
+        options.nvme_bytes,
+        () if card is None else card.others,
+    )
     planned = plan_scenario(Scenario(shape, config, cluster, rates, compute, options.seq, options.is_checkpointing))
     advice, overlaps = advise(planned), overlaps_of(planned)
     print_plan(planned, advice, overlaps, sources, console)
@@ -111,12 +121,8 @@ def print_plan(
         console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}")
     if planned.choice is not None:
         console.print(f"  {planned.choice}")
-    if (budget := planned.policy.device_bytes) is not None:
-        units = planned.plan.division.units
-        there = sum(unit.is_resident for unit in units)
-        console.print(
-            f"  {there} of {len(units)} units stay on the GPU; the plan may take {format_bytes(budget)} of it"
-        )
+    for sentence in _placement(planned):
+        console.print(f"  {sentence}")
     _print_verdict(planned, advice, console)
 
 
@@ -142,6 +148,7 @@ def plan_figures(
         "choice": str(planned.choice) if planned.choice is not None else None,
         "activations": planned.policy.activations.name if planned.policy.activations is not None else None,
         "device_budget_bytes": planned.policy.device_bytes,
+        "placement": _placement(planned),
         "pinned_bytes": planned.pinned_bytes,
         "sources": list(sources),
         "frozen_disk_bytes": planned.plan.frozen_disk_bytes,
@@ -151,6 +158,15 @@ def plan_figures(
             {"change": each.words, "fits": each.fits, "seconds": dict(each.planned.forecast.seconds)} for each in advice
         ],
     }
+
+
+def _placement(planned: Planned) -> list[str]:
+    """What was chosen for a GPU, and why; empty where the maths runs on the CPU."""
+    cluster = planned.scenario.cluster
+    if cluster.gpu_bytes is None:
+        return []
+    card = Card(cluster.gpu_bytes, cluster.gpu_others)
+    return say_placement(planned.given, planned.policy, planned.plan, card, planned.activations)
 
 
 def _tier_table(planned: Planned) -> Table:

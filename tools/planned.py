@@ -71,20 +71,22 @@ class Budget:
 
     cap_bytes: int
     terms: tuple[Row, ...]
+    taker: str = "the store"
+    """What gets the rest."""
 
     @property
-    def host_bytes(self) -> int:
-        """What is left for the store; zero or less when nothing is."""
+    def left_bytes(self) -> int:
+        """What is left for the taker; zero or less when nothing is."""
         return self.cap_bytes - sum(term.num_bytes for term in self.terms)
 
     def rows(self) -> list[Row]:
         """The lines to show: every term, then what is left."""
-        return [*self.terms, Row("host memory of the store", Tier.HOST, self.host_bytes, "what the cap leaves")]
+        return [*self.terms, Row("host memory of the store", Tier.HOST, self.left_bytes, "what the cap leaves")]
 
     def explain(self) -> str:
         """The arithmetic on one line."""
         parts = " - ".join(f"{format_bytes(term.num_bytes)} ({term.what})" for term in self.terms)
-        return f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.host_bytes)} for the store"
+        return f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.left_bytes)} for {self.taker}"
 
 
 def plan_budget(cap_bytes: int, resident_bytes: int, activations: Activations, home: Tier | None = None) -> Budget:
@@ -139,10 +141,10 @@ def budget_of(job: Job, cap_bytes: int, resident_bytes: int, is_gpu: bool) -> Bu
 
 def _fits(job: Job, budget: Budget, is_gpu: bool) -> bool:
     """Whether the plan of a job on one rank fits what a budget leaves for the store."""
-    if budget.host_bytes <= 0:
+    if budget.left_bytes <= 0:
         return False
     loaded = resolve_auto(load_config(job.config), ModelSizes.of(job.shape).hidden)
-    policy = dataclasses.replace(loaded.policy(), host_bytes=budget.host_bytes)
+    policy = dataclasses.replace(loaded.policy(), host_bytes=budget.left_bytes)
     topology = plan_topology(1, policy, 1)
     division = divide(meta_model(job.shape, loaded.precision), policy, topology.num_shards)
     try:
@@ -181,6 +183,11 @@ class Activations(NamedTuple):
     def input_bytes(self) -> int:
         """Of the inputs of one checkpointed block, of all micro-batches at once; 0: nothing is recomputed."""
         return (self.at_once or 1) * self._hidden_bytes if self.is_checkpointing else 0
+
+    @property
+    def inputs_bytes(self) -> int:
+        """Of the inputs of all checkpointed blocks."""
+        return self.sizes.num_layers * self.input_bytes
 
     @property
     def _hidden_bytes(self) -> int:
@@ -308,6 +315,7 @@ class Cluster:
     gpu_bytes: int | None = None  # of each rank's GPU; None: the maths runs on the CPU
     host_bytes: int | None = None  # of each node
     nvme_bytes: int | None = None  # of each node
+    gpu_others: tuple[Row, ...] = ()  # what neither a plan nor activations may take of a GPU
 
     @property
     def num_ranks(self) -> int:
@@ -378,6 +386,9 @@ class Planned:
     lines: tuple[Row, ...]
     forecast: Forecast
     batch: BatchSizes
+    given: OffloadPolicy
+    """The policy before the choice."""
+    activations: Activations
     choice: Choice | None = None
     """How what a budget leaves open was settled; None: by rule."""
 
@@ -428,7 +439,10 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
     choice, num_ranks, per_node = None, cluster.num_ranks, cluster.ranks_per_node
     open_bytes = policy.host_bytes if is_host_open else None
-    placements = activations.placements(policy, cluster.gpu_bytes, open_bytes, per_node)
+    given, card_bytes = policy, cluster.gpu_bytes
+    if card_bytes is not None:
+        card_bytes = max(1, card_bytes - sum(row.num_bytes for row in cluster.gpu_others))
+    placements = activations.placements(policy, card_bytes, open_bytes, per_node)
     with contextlib.suppress(ValueError):  # not even the rule's plan fits
         if chooses and (policy.host_bytes is not None or is_gpu):
             compute = scenario.compute_of(num_tokens, policy.accumulation == "layers")
@@ -438,7 +452,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
             )
             policy = choice.policy
         else:
-            policy = placed(model, policy, placements, topology, is_gpu, per_node)
+            policy = placed(model, policy, placements, topology, is_gpu, per_node)[0]
     plan, policy = _plan(model, policy, topology, is_gpu, per_node)
     forecast = _forecast(scenario, model, plan, policy, batch)
     return Planned(
@@ -446,9 +460,11 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
         num_params=sum(p.numel() for p in model.parameters()),
         policy=policy,
         plan=plan,
-        lines=(*plan.rows, INTERPRETER, *activations.rows(policy.activations)),
+        lines=(*plan.rows, INTERPRETER, *cluster.gpu_others, *activations.rows(policy.activations)),
         forecast=forecast,
         batch=batch,
+        given=given,
+        activations=activations,
         choice=choice,
     )
 
@@ -516,15 +532,15 @@ def placed(
     topology: Topology,
     is_gpu: bool,
     ranks_on_node: int,
-) -> OffloadPolicy:
-    """The policy with the first placement whose plan fits. Raises ValueError where none fits."""
+) -> tuple[OffloadPolicy, Plan]:
+    """The policy with the first placement whose plan fits, and that plan. Raises ValueError where none fits."""
     division = divide(model, policy, topology.num_shards)
     for placement in placements:
         changed = dataclasses.replace(policy, **placement.fields(policy))
         with contextlib.suppress(ValueError):
             plan = make_plan(division, changed, topology, is_gpu, ranks_on_node)
             if placement.device_bytes is None or plan.device_bytes <= placement.device_bytes:
-                return changed
+                return changed, plan
     raise ValueError("no placement of activations leaves room for a plan")
 
 

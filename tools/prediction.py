@@ -17,19 +17,18 @@ from torch import nn
 
 import tiermem
 from tiermem.config import load_config, resolve_auto
-from tiermem.config.io import STATES_PER_TILE
 from tiermem.engine import Engine
-from tiermem.forecast import Rates, choose, forecast_shards
+from tiermem.forecast import Rates, forecast_shards
 from tiermem.forecast.rates import Compute
 from tiermem.optim.rules import device_step
 from tiermem.policy import OffloadPolicy, Precision, Tier
 from tiermem.precision import DTYPES
-from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator
+from tiermem.swap.accelerator import find_device, is_accelerator
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.native import Workers
-from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.queue import Event
-from tiermem.tools.bench.gpu_link import measure_link
+from tiermem.swap.torch_step import step_in_torch
+from tiermem.tools.bench.gpu_link import measure_link, measure_memory
 from tiermem.tools.bench.small_training import PHASES, clock_of, timed
 from tiermem.tools.launcher import Job, compute_of
 from tiermem.tools.machine import available_bytes
@@ -188,8 +187,6 @@ _USUAL_ROOM_BYTES = 64 << 20  # of weights on their way home while the copy is b
 _NUM_WARM_UP, _NUM_TIMED = 1, 4
 _KERNEL_BYTES = 28  # of memory traffic per parameter: 12 of states both ways, weight and gradient
 MOST_KERNEL_NUMEL = 1 << 24
-_DEVICE_NUMEL, _LEAST_DEVICE_NUMEL = 1 << 23, 1 << 16
-_DEVICE_ROOM_BYTES = 128  # for each parameter: what is stepped, and what its operations take
 _SUMMED_BYTES = 32 << 20
 _GPU_USE_S = 150e-6
 
@@ -266,28 +263,10 @@ def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
     return num_params * _KERNEL_BYTES / _median_s(optim.step)
 
 
-def measure_steps(device: torch.device, num_params: int) -> float:
-    """The same of an optimizer step on an accelerator, in its form there. Takes up to 128 bytes for each parameter."""
-    rule = StepRule("adamw", 1e-3, 1.0, beta1=0.9, beta2=0.999, eps=1e-8)
-    weight = torch.zeros(num_params, dtype=torch.bfloat16, device=device)
-    master, *moments = (torch.zeros(num_params, device=device) for _ in range(3))
-    parts = StepParts(weight, master, torch.full_like(weight, 1e-3), moments)
-
-    def step() -> None:
-        device_step(device)(rule, parts)
-        torch.accelerator.synchronize(device)
-
-    return num_params * _KERNEL_BYTES / _median_s(step)
-
-
-def step_speed(is_gpu: bool) -> tuple[float, str]:
-    """`Rates.device_bytes_s`: of this machine's accelerator, measured, or assumed. Blocks."""
+def step_passes() -> float | None:
+    """`Rates.step_passes` of this machine: 1 where a Triton kernel steps on its accelerator."""
     device = find_device()
-    if is_gpu and is_accelerator(device):
-        numel = min(_DEVICE_NUMEL, free_and_total(device)[0] // _DEVICE_ROOM_BYTES)
-        if numel >= _LEAST_DEVICE_NUMEL:
-            return measure_steps(device, numel), "measured here"
-    return Rates.device_bytes_s, "assumed"
+    return 1.0 if is_accelerator(device) and device_step(device) is not step_in_torch else None
 
 
 def measure_sums() -> float:
@@ -397,61 +376,7 @@ def _lists_of_blocks(model: nn.Module) -> tuple[tuple[str, ...], int]:
     return tuple(lists), sum(param.numel() for param in params)
 
 
-# ---- the choice of open settings -------------------------------------------------------------------------------------
-#
-#     measured rates -> forecast/forecast.py, on the meta device -> config, and a line that gives the choice and the reason
-#   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
-#     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
-#   activations, activation_bytes, device_bytes, host_bytes: keys of the section "tiermem" with the same names
-#
-# So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
-
-_PLACES = {
-    "grads": ("tiermem", "grads"),
-    "tile_numel": ("zero_optimization", "sub_group_size"),
-    "tile_buffers": ("zero_optimization", "offload_optimizer", "buffer_count"),
-    "unit_buffers": ("zero_optimization", "offload_param", "buffer_count"),
-    "host_param_numel": ("zero_optimization", "offload_param", "max_in_cpu"),
-    **{name: ("tiermem", name) for name in ("activations", "activation_bytes", "device_bytes", "host_bytes")},
-}
-
-
-class Room(NamedTuple):
-    """Memory that a choice may divide between the plan and activations."""
-
-    device_bytes: int | None
-    """Of an accelerator, for both; None: no limit is known."""
-    host_bytes: int | None
-    """What a cap leaves for the plan beside activations as the config has them; None: the config names the plan's own."""
-
-
-def choose_config(
-    config: Config,
-    shape: Mapping[str, Any],
-    rates: Rates,
-    compute: Compute,
-    activations: Activations | None = None,
-    room: Room | None = None,
-) -> tuple[Config, str | None]:
-    """The config of a run on one rank with what it leaves open settled, and the line to show; None: nothing to say.
-
-    activations: of a micro-batch; None: they stay where the maths runs. Raises ValueError for a config that cannot be.
-    """
-    loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
-    policy = loaded.policy()
-    room = room or Room(None, None)
-    if policy.host_bytes is None and room.device_bytes is None:
-        return config, None
-    model, is_gpu = meta_model(shape, loaded.precision), is_accelerator(find_device())
-    more: dict[str, Any] = {"is_gpu": is_gpu, "num_micro": loaded.batch(1).accumulation}
-    if activations is not None:
-        more["placements"] = activations.placements(policy, *room)
-        more["input_bytes"] = activations.input_bytes
-    try:
-        choice = choose(model, policy, rates, compute, **more)
-    except ValueError:
-        return config, None  # nothing fits: building the model says why
-    return with_choice(config, choice.chosen.fields), str(choice)
+# ---- the dtype of products, and warnings ------------------------------------------------------------------------------
 
 
 def settle_compute(config: Config, shape: Mapping[str, Any]) -> tuple[Config, ComputeChoice]:
@@ -507,15 +432,6 @@ def warn_of_disk(job: Job, measured: Measured | str, predicted_s: float) -> str 
     )
 
 
-def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
-    """The config with chosen fields of the policy as keys of its own."""
-    for name, value in fields.items():
-        if isinstance(value, Tier):
-            value = "nvme" if value is Tier.NVME else "cpu"
-        config = with_key(config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value)
-    return config
-
-
 # ---- predicting ------------------------------------------------------------------------------------------------------
 #
 #     maths     a small copy of the model, trained for a moment in the trainer's own process before the model is built
@@ -562,7 +478,8 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured 
         disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
         link_bytes_s=measure_link(find_device()) or Rates.link_bytes_s,
         kernel_bytes_s=measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)),
-        device_bytes_s=step_speed(True)[0],
+        device_memory_bytes_s=measure_memory(find_device()) or Rates.device_memory_bytes_s,
+        step_passes=step_passes(),
         gradient_bytes_s=maths.gradient_bytes_s,
         sum_bytes_s=measure_sums(),
         use_s=maths.use_s,

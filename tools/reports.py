@@ -85,8 +85,9 @@ class Progress(RunRecord):
                 self._console.print(ready["choice"])
         else:
             self._line(describe_ready(ready))
-        if ready.get("compute"):
-            self._line(ready["compute"])
+        for line in (*ready.get("placement", ()), ready.get("compute")):
+            if line:
+                self._line(line)
 
     def _is_shown(self, step: int) -> bool:
         """Whether a step has a line in brief: 1, 2, 5, 10, 20, 50, ... and the last."""

@@ -371,7 +371,16 @@ class RunRecord(Observer):
             "training_s": self._training_s(),
             **{
                 key: ready.get(key)
-                for key in ("num_params", "state_bytes", "threads", "device", "predicted", "choice", "compute")
+                for key in (
+                    "num_params",
+                    "state_bytes",
+                    "threads",
+                    "device",
+                    "predicted",
+                    "choice",
+                    "placement",
+                    "compute",
+                )
             },
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),

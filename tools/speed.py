@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.swap.accelerator import find_device
 from tiermem.tools.bench.files import measure_disks
-from tiermem.tools.bench.gpu_link import measure_link
+from tiermem.tools.bench.gpu_link import measure_link, measure_memory
 from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.launcher import compute_of
 from tiermem.tools.machine import available_bytes
 from tiermem.tools.options import PlanOptions
-from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums, step_speed
+from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums, step_passes
 from tiermem.tools.presets import ModelShape
 from tiermem.tools.seen import pace_of
 from tiermem.tools.train_job import micro_batch_of, nvme_folders, precision_of
@@ -31,17 +33,18 @@ _ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16
 
 
 def speed_of(
-    options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
+    options: PlanOptions, shape: ModelShape, config: Mapping[str, Any], is_gpu: bool
 ) -> tuple[Rates, Compute | float, list[str]]:
-    """Every rate, the compute of a scenario, and a line for each on where it is from."""
+    """Every rate, the compute of a scenario, and a line for each on where it is from. is_gpu: the maths runs on GPUs."""
     rates, source = _disk_speed(options, config)
     compute: Compute | float
-    link_bytes_s, link_source = _link_speed(options)
-    step_bytes_s, how = step_speed(options.gpu_bytes is not None)
+    link_bytes_s, link_source = _link_speed(options, is_gpu)
+    memory_bytes_s, memory_source = _memory_speed(options, is_gpu)
     rates = dataclasses.replace(
         rates,
         link_bytes_s=link_bytes_s,
-        device_bytes_s=step_bytes_s,
+        device_memory_bytes_s=memory_bytes_s,
+        step_passes=step_passes() if is_gpu and options.gpu_bytes is None else None,
         network_bytes_s=options.network_bytes_s,
         near_bytes_s=options.near_bytes_s,
     )
@@ -54,7 +57,8 @@ def speed_of(
         sources.append(f"computing: {compute:.3g} operations a second a rank, {source}")
         sources.append(f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed")
     else:
-        compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(options.ranks)
+        sharing = 1 if is_gpu else options.ranks  # ranks that share a processor
+        compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(sharing)
         kernels, sums = measure_kernels() / options.ranks, measure_sums() / options.ranks
         shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
         sources.append(f"computing: a few of the model's blocks, trained for a moment on this machine{shared}")
@@ -66,9 +70,9 @@ def speed_of(
         sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network")
     if options.near_bytes_s is not None:
         sources.append(f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by --near-network")
-    if options.gpu_bytes is not None:
+    if is_gpu:
         sources.append(f"between memory and GPU: {link_bytes_s / 1e9:.3g} GB/s each way, {link_source}")
-        sources.append(f"steps on the GPU: {step_bytes_s / 1e9:.0f} GB/s of memory traffic, {how}")
+        sources.append(f"memory of the GPU: {memory_bytes_s / 1e9:.0f} GB/s, {memory_source}")
     return rates, compute, sources
 
 
@@ -106,14 +110,24 @@ def tuned_speed(file: Path) -> tuple[Rates, str]:
     return Rates(pace * read, pace * write, is_disk_duplex=is_duplex), source
 
 
-def _link_speed(options: PlanOptions) -> tuple[float, str]:
+def _link_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
     """Bytes a second each way between memory and an accelerator, and where they are from: given, measured here, or assumed."""
     if options.link_bytes_s is not None:
         return options.link_bytes_s, "by --link"
-    measured = measure_link(find_device()) if options.gpu_bytes is not None else None
+    measured = measure_link(find_device()) if is_gpu else None
     if measured is not None:
         return measured, "measured here with pinned memory, both ways at once"
     return _ASSUMED_LINK, "assumed: give --link"
+
+
+def _memory_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
+    """Bytes a second of an accelerator's memory, and where they are from: given, measured here, or assumed."""
+    if options.gpu_memory_bytes_s is not None:
+        return options.gpu_memory_bytes_s, "by --gpu-bandwidth"
+    measured = measure_memory(find_device()) if is_gpu else None
+    if measured is not None:
+        return measured, "measured here in optimizer steps"
+    return Rates.device_memory_bytes_s, "assumed: give --gpu-bandwidth"
 
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
@@ -127,7 +141,12 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
             "free: give --flops, the operations a second that a rank reaches"
         )
     micro = micro_batch_of(config, 1)
-    return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders, compute)
+    try:
+        return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders, compute)
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            "a small copy of the model, to measure how fast this GPU computes, does not fit it: give --flops"
+        ) from None
 
 
 def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates, str]:

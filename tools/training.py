@@ -32,14 +32,13 @@ from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.bench.sustained import measure_sustained_disks
+from tiermem.tools.card import Card, Room, choose_config
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
 from tiermem.tools.planned import Activations, Budget, budget_of, check_cap, meta_model, state_bytes, transformers
 from tiermem.tools.prediction import (
     Measured,
-    Room,
     build_model,
-    choose_config,
     measure,
     predict,
     settle_compute,
@@ -65,6 +64,7 @@ class Trainer:
         self._budget: Budget | None = None
         self._compute: str | None = None  # how the dtype of products was chosen
         self._choice: str | None = None  # how what the budget leaves open was settled
+        self._placement: list[str] = []  # what was chosen for an accelerator, with the arithmetic
         self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
 
     def run(self) -> None:
@@ -75,11 +75,10 @@ class Trainer:
         config = self._config_within_cap(resident_bytes)
         ceiling = self._measure_ceiling()
         self._channel.phase("measuring the maths")
-        measured = measure(job, self._budget.host_bytes if self._budget is not None else None, ceiling)
+        measured = measure(job, self._budget.left_bytes if self._budget is not None else None, ceiling)
         give_back_free_memory()
         forget_peak()
-        if not isinstance(measured, str):  # what the budgets leave open is chosen by predicted time
-            config = self._choose(config, measured, resident_bytes)
+        config = self._choose(config, None if isinstance(measured, str) else measured, resident_bytes)
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
             model = build_model(
@@ -143,15 +142,20 @@ class Trainer:
     def _config_within_cap(self, resident_bytes: int) -> Config:
         self._budget = check_cap(self._job, resident_bytes, is_accelerator(find_device()))
         config = self._job.config
-        return config if self._budget is None else with_host_bytes(config, self._budget.host_bytes)
+        return config if self._budget is None else with_host_bytes(config, self._budget.left_bytes)
 
-    def _choose(self, config: Config, measured: Measured, resident_bytes: int) -> Config:
-        """The config with what the budgets of host memory and of an accelerator leave open chosen by predicted time."""
+    def _choose(self, config: Config, measured: Measured | None, resident_bytes: int) -> Config:
+        """The config with what the budgets of host memory and of an accelerator leave open chosen: by predicted time, or, where
+        nothing was measured, by rule."""
         job, device = self._job, find_device()
         activations = Activations.of(job, is_accelerator(device))
-        left = self._budget.host_bytes if self._budget is not None else None
-        room, (compute, rates) = Room(room_on(device), left), measured
-        config, self._choice = choose_config(config, job.shape, rates, compute, activations, room)
+        room = Room(Card.here(device), self._budget.left_bytes if self._budget is not None else None)
+        try:
+            config, self._choice, self._placement = choose_config(config, job.shape, measured, activations, room)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config to try it"
+            ) from error
         if self._budget is not None:  # the inputs of blocks may rest elsewhere now
             chosen = dataclasses.replace(job, config=config)
             self._budget = budget_of(chosen, self._budget.cap_bytes, resident_bytes, is_accelerator(device))
@@ -196,6 +200,7 @@ class Trainer:
             ceiling=ceiling,
             predicted=predicted,
             choice=self._choice,
+            placement=self._placement,
             compute=self._compute,
             versions={
                 "tiermem": tiermem.__version__,
@@ -371,18 +376,6 @@ def device_fields(device: torch.device | None = None) -> dict[str, Figures]:
     return {
         "device_memory": {**usage(device)._asdict(), "free_bytes": free, "total_bytes": total, "device": str(device)}
     }
-
-
-_TORCHS_PART = 0.05
-"""The part of an accelerator's memory for libraries' workspaces, and for gaps between torch's blocks."""
-
-
-def room_on(device: torch.device) -> int | None:
-    """Bytes of an accelerator that a plan and activations may take together; None on the CPU."""
-    if not is_accelerator(device):
-        return None
-    free, total = free_and_total(device)
-    return max(1, free - int(_TORCHS_PART * total))
 
 
 def forget_peak() -> None:

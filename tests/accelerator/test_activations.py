@@ -16,6 +16,8 @@ from twins import batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.forecast import Rates, forecast_shards
+from tiermem.forecast.rates import Compute
 
 INPUT_BYTES = 40 * 50 * 31 * 4  # samples x tokens x width x fp32
 CHUNK = 1 << 20
@@ -69,18 +71,36 @@ def test_the_peak_of_the_device_is_flat_in_depth(
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 def test_every_input_crosses_the_link_once_each_way_and_none_waits(home: Tier, sim: ModuleType, tmp_path: Path) -> None:
+    """And the forecast counts the bytes of every edge."""
     sim.set_schedule("late")
-    moved = []
+    edges = {"to_host_bytes": "DEVICE -> HOST", "to_device_bytes": "HOST -> DEVICE"}
+    edges |= {"nvme_written_bytes": "HOST -> NVME", "nvme_read_bytes": "NVME -> HOST"}
+    moved, foretold = [], []
     for activations in (None, home):
-        for phase, _ in train(tmp_path, activations=activations):
-            waits, copies = sim.host_waits(), sim.copies()
+        before, counts = dict.fromkeys(edges, 0), dict[str, dict[str, int]]()
+        for phase, shards in train(tmp_path, activations=activations):
+            waits = sim.host_waits()
+            shards.store.settle()
+            copies, stats = sim.copies(), shards.store.stats()
             sim.reset_counts()
-            if phase == "backward":
-                counts = copies["to_host_bytes"], copies["to_device_bytes"], copies["num_pageable"]
+            assert copies["num_pageable"] == 0 or phase == "forward"  # nothing is pageable
             assert (waits["main"], waits["autograd"]) == (0, 0) or phase == "forward", waits  # the step waits before it
-        moved.append(counts)
-    assert moved[1][2] == moved[0][2] == 0  # nothing is pageable
-    assert moved[1][1] - moved[0][1] == 3 * INPUT_BYTES  # the last block's input is still there
+            now = copies | {name: getattr(stats, name) for name in edges if name.startswith("nvme")}
+            counts[phase] = {name: now[name] - before[name] * name.startswith("nvme") for name in edges}
+            before = now
+            forecast = forecast_shards(shards, Compute(1e-9, 2e-9), Rates(1e9, 1e9), input_bytes=INPUT_BYTES)
+        moved.append({name: counts["forward"][name] + counts["backward"][name] for name in edges})
+        foretold.append({name: forecast.edge_bytes(edge) for name, edge in edges.items()})
+    more, expected = ({name: after[name] - first[name] for name in edges} for first, after in (moved, foretold))
+    on_disk = home is Tier.NVME
+    assert expected == {
+        "to_host_bytes": 4 * INPUT_BYTES,
+        "to_device_bytes": 3 * INPUT_BYTES,  # the last block's input is still there
+        "nvme_written_bytes": on_disk * 4 * INPUT_BYTES,
+        "nvme_read_bytes": on_disk * 3 * INPUT_BYTES,
+    }
+    whole = -(-INPUT_BYTES // 4096) * 4096 / INPUT_BYTES  # the disk moves whole pages
+    assert more == {name: round(size * (whole if name.startswith("nvme") else 1)) for name, size in expected.items()}
 
 
 def test_a_room_that_is_too_small_keeps_inputs_on_the_device(

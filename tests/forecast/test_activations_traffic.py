@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zoo
 from test_choice import FAST_MATHS, SLOW_MATHS, policy, tall
 from torch.nn import functional as F
@@ -14,13 +16,21 @@ from twins import batch, seeded
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Choice, Forecast, Placement, Rates, choose, forecast_shards, forecast_step, uses_of
+from tiermem.forecast.loads import gradient_traffic, torch_traffic
 from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import DEVICE_TO_HOST, HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST
+from tiermem.precision import Precision
 from tiermem.zero.budget import make_plan
 from tiermem.zero.plan import Plan
+from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 
+WIDEN, NARROW = 8 + 6 + 8 + 8 + 8, 8 + 8 + 8 + 6  # master, gradient, its scale, moments; moments, master, weight
+FIRST, SECOND = 12 + 8 + 12, 8 + 8 + 8 + 12  # m + (g - m) x; v x + g g x
+UPDATE = 8 + (12 + 16 + 12) + 8 + 8 + 12 + 8 + 12  # decay; a square root in float64; p - m / (... x + eps) x
+EXACT = WIDEN + FIRST + SECOND + UPDATE + NARROW
+NORM = 10 + 16 + 16 + 24  # to float64, squared, padded, and added as a tree
 EDGES = (DEVICE_TO_HOST, HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST)
 INPUT, BLOCKS = 16 << 20, 12
 RATES = Rates(disk_read_bytes_s=2e9, disk_write_bytes_s=1e9, link_bytes_s=10e9)
@@ -64,12 +74,17 @@ def test_long_blocks_hide_inputs_and_short_ones_wait_for_the_slowest_of_link_and
 
 
 def test_a_step_on_the_device_takes_its_time_and_crosses_no_link() -> None:
-    rates = Rates(1e9, 1e9, device_bytes_s=50e9)
+    rates = Rates(1e9, 1e9, device_memory_bytes_s=50e9)
     there = {"params": Tier.DEVICE, "optim": Tier.DEVICE, "grads": None}
     plan, forecast = played(None, True, rates=rates, **there)
     numel = sum(param.numel() for param in tall().parameters())
     assert plan.steps_there and plan.grads is Tier.DEVICE
-    assert forecast.busy_s["maths"]["step"] == pytest.approx(numel * (24 + 2 + 2) / 50e9, rel=0.01)
+    assert forecast.busy_s["maths"]["step"] == pytest.approx(numel * EXACT / 50e9, rel=0.01)
+    once = played(None, True, rates=dataclasses.replace(rates, step_passes=1), **there)[1]
+    assert once.busy_s["maths"]["step"] == pytest.approx(numel * (24 + 2 + 2) / 50e9, rel=0.01)
+    on_host = played(None, True, rates=rates, params=Tier.DEVICE, optim=Tier.HOST, grads=Tier.HOST)[1]
+    added = forecast.busy_s["maths"]["backward"] - on_host.busy_s["maths"]["backward"]
+    assert added == pytest.approx(2 * numel * (4 + NORM) / 50e9, rel=0.02)  # of two micro-batches: copied, summed
     assert not any(forecast.edge_bytes(edge) for edge in EDGES)
     plan, from_host = played(None, True, rates=rates, **there | {"params": Tier.HOST, "grads": Tier.HOST})
     ahead = plan.units.num * plan.units.slot_bytes  # of the next forward
@@ -113,6 +128,17 @@ def test_inputs_move_as_many_bytes_beside_a_step_that_goes_on(home: Tier) -> Non
         assert moved["forward", home] - moved["forward", None] == moved["none", home] - moved["none", None]
 
 
+def test_a_step_and_a_norm_move_the_bytes_of_their_operations() -> None:
+    """Counted by hand from swap/torch_step.py: what each operation reads and writes of an element."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert torch_traffic(StateLayout(bf16, Precision(), 2), bf16) == EXACT
+    scaled = 3 * 8 + 4 * 12 + 8 + 12  # sgd with a momentum: its sums and products
+    assert torch_traffic(StateLayout(fp32, Precision(), 1), fp32) > scaled
+    assert gradient_traffic(bf16) == pytest.approx(4 + NORM, rel=1e-3)
+    tiny = StateLayout(bf16, Precision.preset("tiny"), 2)
+    assert torch_traffic(tiny, bf16) > 3 * EXACT  # blocks of 8 bits and random words take many operations on 32 bits
+
+
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 WORKING = 40 * MIB
@@ -136,11 +162,13 @@ def test_a_card_with_room_keeps_inputs_and_weights() -> None:
 
 
 def test_units_stream_where_that_hides_the_step_of_them_under_the_next_forward() -> None:
-    """A step waits for the units that stay. Where the maths is slow, the link is free to bring the others."""
-    choice, in_turn = chosen(400), chosen(400, overlap="none")
+    """A step waits for the units that stay. Where the maths is slow, the link is free to bring the others: 17 % faster."""
+    choice, in_turn = (chosen(300, host_bytes=90 * MIB, **more) for more in ({}, {"overlap": "none"}))
     assert choice.policy.device_bytes is None
     assert not any(unit.is_resident and unit.numel > MIB for unit in choice.chosen.plan.division.units)
-    assert choice.chosen.forecast.total_s < choice.rule.forecast.total_s == in_turn.chosen.forecast.total_s
+    assert 1.1 * choice.chosen.forecast.total_s < choice.rule.forecast.total_s == in_turn.chosen.forecast.total_s
+    little = chosen(400)  # a gain of 1 % is not enough
+    assert all(unit.is_resident for unit in little.chosen.plan.division.units)
 
 
 def test_inputs_leave_a_card_that_has_no_room_for_them() -> None:
@@ -169,13 +197,13 @@ def test_inputs_leave_when_weights_pay_more_for_the_room() -> None:
 
 @pytest.mark.parametrize("compute", [FAST_MATHS, SLOW_MATHS])
 @pytest.mark.parametrize("host_mib", [90, 150, 400])
-def test_a_card_to_fill_makes_no_plan_slower(host_mib: int, compute: Compute) -> None:
+def test_a_card_to_fill_makes_no_plan_much_slower(host_mib: int, compute: Compute) -> None:
     """What a step writes of units that stay takes host memory, which states may need more."""
     own = policy(host_bytes=host_mib * MIB)
     without = choose(tall(), own, RATES, compute, is_gpu=True, input_bytes=INPUT)
     choice = chosen(300, compute, host_bytes=host_mib * MIB)
-    # the best of a search may be slower by the least gain of a change, and the second search's must be 1 % faster
-    assert choice.chosen.forecast.total_s <= 1.02 * 1.01 * without.chosen.forecast.total_s
+    # the best of a search may be slower by the least gain of a change, and the second search's must be 10 % faster
+    assert choice.chosen.forecast.total_s <= 1.02 * 1.1 * without.chosen.forecast.total_s
 
 
 def test_what_a_policy_names_is_kept() -> None:

@@ -64,7 +64,7 @@ def test_the_terms_are_those_of_the_419m_model() -> None:
     assert terms["one block at work"] == 128 * 57_416
     assert terms["logits and loss"] == 128 * 8192 * 16
     assert terms["gradients in autograd"] == 16_779_264 * 2
-    assert budget.host_bytes == 1250 * MIB - sum(terms.values())
+    assert budget.left_bytes == 1250 * MIB - sum(terms.values())
     assert [row.what for row in budget.rows()][-1] == "host memory of the store"
 
 
@@ -87,7 +87,7 @@ def test_products_in_fp32_take_activations_of_fp32_and_gradients_of_bf16() -> No
 def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:
     def host(num_layers: int) -> int:
         shape = preset("419m") | {"num_hidden_layers": num_layers}
-        return plan_budget(1 << 31, 0, Activations(ModelSizes.of(shape), 128, "bf16", "bf16", True, False)).host_bytes
+        return plan_budget(1 << 31, 0, Activations(ModelSizes.of(shape), 128, "bf16", "bf16", True, False)).left_bytes
 
     inputs = 24 * 128 * 1024 * 2
     assert host(24) - host(48) == pytest.approx(inputs * 1.3, rel=1e-6)
@@ -108,7 +108,7 @@ def test_a_cap_that_is_too_small_is_refused_with_the_smallest_that_is_not() -> N
         check_cap(job(400 * MIB), 350 * MIB, is_gpu=False)
     advised = int(caught.value.instead["--memory"].removeprefix("--memory ").removesuffix("MiB"))
     budget = check_cap(job(advised * MIB), 350 * MIB, is_gpu=False)
-    assert budget is not None and budget.host_bytes > 0
+    assert budget is not None and budget.left_bytes > 0
     with pytest.raises(Mistake, match=f"--memory {advised}MiB is the smallest that works"):
         check_cap(job((advised - 20) * MIB), 350 * MIB, is_gpu=False)
 

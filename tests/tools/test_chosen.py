@@ -13,15 +13,18 @@ from tiermem.config import load_config
 from tiermem.forecast import Rates
 from tiermem.forecast.rates import Compute
 from tiermem.policy import Tier
+from tiermem.tools.card import Room, choose_config, with_choice
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.prediction import choose_config, with_choice
-from tiermem.tools.presets import preset
+from tiermem.tools.planned import Activations
+from tiermem.tools.presets import ModelSizes, preset
 from tiermem.tools.train_job import make_config, with_host_bytes
 
 SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 SLOW_DISK = Rates(disk_read_bytes_s=0.2e9, disk_write_bytes_s=4e9)
 FAST_MATHS = Compute(1e-12, 2e-12)
+ON_CPU = Activations(ModelSizes.of(SHAPE), 128, "bf16", "bf16", False, False)
+GIVEN = (FAST_MATHS, SLOW_DISK), ON_CPU, Room(None, None)
 
 
 def config(host_bytes: int | None = None) -> dict[str, Any]:
@@ -49,12 +52,12 @@ def test_a_choice_leaves_the_given_config_alone() -> None:
 
 
 def test_a_run_on_a_slow_disk_keeps_units_by_a_key_of_its_config() -> None:
-    chosen, line = choose_config(config(96 << 20), SHAPE, SLOW_DISK, FAST_MATHS)
+    chosen, line, _ = choose_config(config(96 << 20), SHAPE, *GIVEN)
     assert line is not None and "units of up to" in line
     assert chosen["zero_optimization"]["offload_param"]["max_in_cpu"] > 0
     assert load_config(chosen).policy().host_param_numel == chosen["zero_optimization"]["offload_param"]["max_in_cpu"]
 
 
 def test_without_a_budget_and_where_nothing_fits_there_is_nothing_to_say() -> None:
-    assert choose_config(config(), SHAPE, SLOW_DISK, FAST_MATHS) == (config(), None)
-    assert choose_config(config(1 << 20), SHAPE, SLOW_DISK, FAST_MATHS) == (config(1 << 20), None)
+    assert choose_config(config(), SHAPE, *GIVEN) == (config(), None, [])
+    assert choose_config(config(1 << 20), SHAPE, *GIVEN) == (config(1 << 20), None, [])

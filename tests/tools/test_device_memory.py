@@ -138,13 +138,17 @@ def test_a_refusal_is_found_behind_the_error_that_it_caused() -> None:
     assert out_of_memory_in(torn) is None
 
 
-def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path) -> None:
+def refused(folder: Path, **own: Any) -> str:
+    """The one line in which a training on a card of 14 MB ends, with its states there. own: keys of the section "tiermem"."""
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    words = ["train", "--config", "config.json", "--offload", "none", "--seq", "128", "--batch", "8", "--steps", "2"]
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    config = {"bf16": {"enabled": True}, "optimizer": optimizer, "zero_optimization": {"stage": 3}, "tiermem": own}
+    (folder / "ds.json").write_text(json.dumps({**config, "train_micro_batch_size_per_gpu": 8}))
+    words = ["train", "--config", "config.json", "--deepspeed-config", "ds.json", "--seq", "128", "--steps", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "tiermem.tools.cli", *words],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment(TIERMEM_SIM_CAPACITY="14000000"),
         capture_output=True,
         text=True,
@@ -152,14 +156,30 @@ def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path
     )
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2, done.stdout
+    assert not any((folder / "runs").iterdir())
+    return line
+
+
+def test_training_on_a_card_that_is_too_small_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
+    line = refused(tmp_path)
+    assert line.startswith("tiermem train: the accelerator has too little memory: 13.4 MiB - ")
+    assert "(logits and loss)" in line and "and the smallest plan needs" in line
+    assert (
+        "give a --batch below 8, a --seq below 128, --checkpointing or --offload cpu, or name tiermem.device_bytes"
+        in line
+    )
+
+
+def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path) -> None:
+    """Where the config says that the plan may take nearly all of it."""
+    line = refused(tmp_path, device_bytes=13_500_000)
     assert line.startswith("tiermem train: sim:0 has no memory left in backward of step 1: ")
     assert "the plan keeps 12.7 MiB on DEVICE (resident parameters" in line and "--offload cpu" in line
-    assert not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.slow
 def test_training_sends_inputs_of_blocks_from_a_card_that_has_no_room_for_them(tmp_path: Path) -> None:
-    """The choice is that of `plan`, it is in the report, and the device holds what it says."""
+    """The choice is that of `plan`, it is in the report, the device holds what it says, and no bit of a loss is another."""
     pytest.importorskip("transformers")
     shape = SHAPE | {"num_hidden_layers": 12}
     (tmp_path / "config.json").write_text(json.dumps(shape))
@@ -178,14 +198,21 @@ def test_training_sends_inputs_of_blocks_from_a_card_that_has_no_room_for_them(t
     assert on_card(enough).policy.activations is Tier.HOST
     moved = 10 * 16 * 128 * 64 * 4  # of 12 inputs 10 are elsewhere
     capacity = int((enough + moved / 2) / 0.95)
-    done = subprocess.run(
-        [sys.executable, "-m", "tiermem.tools.cli", "train", *words, "--config", "config.json", "--steps=2", "--json=out"],
-        cwd=tmp_path, env=environment(TIERMEM_SIM_CAPACITY=str(capacity)), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    out = json.loads((tmp_path / "out").read_text())
+
+    def out_of(num_bytes: int) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "tiermem.tools.cli", "train", *words, "--config=config.json", "--steps=2", "--json=out"],
+            cwd=tmp_path, env=environment(TIERMEM_SIM_CAPACITY=str(num_bytes)), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "blocks take 6.0 MiB and " in done.stdout and "device_bytes: " in done.stdout
+        return json.loads((tmp_path / "out").read_text())  # type: ignore[no-any-return]
+
+    out, roomy = out_of(capacity), out_of(4 * capacity)
     assert "inputs of checkpointed blocks rest on HOST" in out["choice"]
+    assert "and stay on the GPU" in roomy["placement"][1]
     assert out["device_memory"]["peak_reserved_bytes"] <= capacity
+    assert out["losses"] == roomy["losses"]
 
 
 CONTEXT = """

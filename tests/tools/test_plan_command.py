@@ -291,7 +291,8 @@ def test_this_machine_is_measured_when_no_speed_is_given(files: Path) -> None:
 
 def test_overlaps_are_forecast_with_the_same_activations() -> None:
     """Inputs of checkpointed blocks that rest on HOST cross the link in each of them."""
-    cluster, given = Cluster(1, 1, gpu_bytes=8 * GIB), {"activations": "cpu", "overlap": "forward"}
+    cluster = Cluster(1, 1, gpu_bytes=8 * GIB)
+    given = {"activations": "cpu", "overlap": "forward", "device_bytes": 1 << 20}  # too little for units to stay
     found = planned(config_of("cpu", **given), cluster, is_checkpointing=True)
     overlaps = overlaps_of(found)
     assert overlaps["forward"].forecast == found.forecast

@@ -188,13 +188,17 @@ def _limits_of(tasks: Sequence[Task]) -> dict[str, float]:
 #     rest of the budget                  optimizer states stay on HOST      units stay on HOST, in all of it or in half
 #     inputs of checkpointed blocks       where the maths runs, if they fit  HOST or NVMe: more units stay on the device, or
 #                                                                            more states on HOST
-#     budget of the device                what activations leave             none: no unit stays, and HOST keeps more states
+#     budget of the device                what activations leave             none: no unit stays, HOST keeps more states, and a
+#                                                                            step goes on under the next forward
 #
 # With a slow disk and fast arithmetic, units on HOST save more: a step reads a byte of a weight twice and writes it once, and
 # moves a byte of fp32 states twice. Where forward and backward hide the reads of units, states on HOST save more.
 
 _LEAST_GAIN = 1.02  # a candidate must be faster by this factor
-_LEAST_GAIN_OF_A_SEARCH = 1.01  # so must the second search's best: units that stay on the device need no link
+_LEAST_GAIN_OF_STREAMING = (
+    1.1  # so must a plan that leaves a device's memory unused: what stays there needs no link, and a
+)
+# forecast may be that far from the truth
 _MOST_TILES = 160  # simulated one by one; above this number, neighbouring tiles are merged
 _ROUNDS = 2
 _TILES = ((1 << 20, 4), (1 << 18, 8))
@@ -283,9 +287,9 @@ def choose(
     """Chooses values for the open fields (None) of a policy by predicted time; `Choice.policy` is for `tiermem.shard`.
 
     It starts with the rule's plan, changes one field at a time, and keeps a change that is predicted to be faster; it repeats
-    this once. With a budget of an accelerator it does so again from a plan that keeps no more units there. Every candidate is
-    planned, so the chosen plan fits. Equal rates give equal choices on all ranks. Without a budget of host memory
-    (`host_bytes`) or of an accelerator (`placements`) the rule's plan is chosen.
+    this once. With a budget of an accelerator it does so again from a plan that keeps no more units there, which must be 10 %
+    faster. Every candidate is planned, so the chosen plan fits. Equal rates give equal choices on all ranks. Without a budget
+    of host memory (`host_bytes`) or of an accelerator (`placements`) the rule's plan is chosen.
 
     Args:
         model: a model with the shapes and dtypes of the training; may be on the meta device.
@@ -301,7 +305,7 @@ def choose(
     uses = uses_of(model, division, compute)
     rooms = {each.activations: each.device_bytes for each in placements}
 
-    def attempt(fields: Fields) -> Tried:
+    def attempt(fields: Fields, most_tiles: int = _MOST_TILES) -> Tried:
         changed = dataclasses.replace(policy, **fields)
         plan = make_plan(division, changed, topology, is_gpu, ranks_on_node)
         room_bytes = rooms.get(changed.activations)
@@ -310,7 +314,7 @@ def choose(
                 f"the plan needs {plan.device_bytes} bytes of the device, and activations leave {room_bytes}"
             )
         forecast = forecast_step(
-            division, plan, changed, topology, uses, rates, is_gpu, ranks_on_node, num_micro, _MOST_TILES, input_bytes
+            division, plan, changed, topology, uses, rates, is_gpu, ranks_on_node, num_micro, most_tiles, input_bytes
         )
         return Tried(fields, plan, forecast)
 
@@ -343,8 +347,9 @@ def choose(
         no_budget: Fields = {"device_bytes": None}
         other = tried_with(rule.fields | no_budget)
         other = None if other is None else improved(other, [move | no_budget for move in moves])
-        if other is not None and other.forecast.total_s * _LEAST_GAIN_OF_A_SEARCH < best.forecast.total_s:
-            best = other
+        if other is not None and _is_far_faster(other, best):  # merged tiles hide more than whole ones
+            whole = [attempt(each.fields, MOST_TILES) for each in (other, best)]
+            best = other if _is_far_faster(*whole) else best
     num_tried = sum(each is not None for each in tried.values())
     return Choice(dataclasses.replace(policy, **best.fields), best, rule, num_tried)
 
@@ -358,6 +363,10 @@ def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = Non
     assert group is not None
     dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group)
     return values[0], values[1]
+
+
+def _is_far_faster(streamed: Tried, staying: Tried) -> bool:
+    return streamed.forecast.total_s * _LEAST_GAIN_OF_STREAMING < staying.forecast.total_s
 
 
 def _first_that_fits(attempt: Callable[[Fields], Tried], starts: Sequence[Fields]) -> Tried:

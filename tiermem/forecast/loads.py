@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from tiermem.forecast.rates import Compute
 from tiermem.optim.tile import homes_of_tiles, stepped_ranges
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.native import NORM_BLOCK
+from tiermem.swap.parts import Dither, StepParts, StepRule
+from tiermem.swap.torch_step import block_sums_in_torch, memory_traffic, step_in_torch
 from tiermem.zero.gather import spans_of
 from tiermem.zero.packed import gathers_packed
 from tiermem.zero.plan import Plan, planned_layout
 from tiermem.zero.quantised import INT8
 from tiermem.zero.reduce import Bucket
+from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Division, Unit, ranges_in, reads_weights_again
 
@@ -107,6 +113,7 @@ class TileLoad(NamedTuple):
     memory    bytes that the CPU's kernel moves in memory: states both ways, weights written and, if needed, read, gradients
               once; none for a tile that an accelerator steps
     device    the same bytes, of a tile that an accelerator steps in its own memory
+    torch     the bytes of that memory that its step's torch operations read and write
     down, up  gradients and weights on their way to an accelerator that steps the tile, and weights on their way back
     brought   gradients that rest on an accelerator, of a tile that the CPU steps
     """
@@ -117,6 +124,7 @@ class TileLoad(NamedTuple):
     written_bytes: int
     memory_bytes: int
     device_bytes: int = 0
+    torch_bytes: int = 0
     down_bytes: int = 0
     up_bytes: int = 0
     brought_bytes: int = 0
@@ -177,6 +185,9 @@ def _load(unit: Unit, numel: int, home: Tier, size: int, plan: Plan, policy: Off
     is_there = home is Tier.DEVICE
     rests_there = Tier.DEVICE in (plan.unit_homes.get(unit.index), plan.states if unit.is_resident else None)
     crossing = weights if is_there and not rests_there else 0
+    torch_bytes = (
+        torch_traffic(planned_layout(unit, policy), policy.precision.grad_dtype(unit.dtype)) if is_there else 0
+    )
     return TileLoad(
         unit.index,
         lasting + (grads if plan.grads is Tier.NVME else 0),
@@ -184,10 +195,32 @@ def _load(unit: Unit, numel: int, home: Tier, size: int, plan: Plan, policy: Off
         moved + (weights if is_on_nvme else 0),
         0 if is_there else stepped,
         stepped if is_there else 0,
+        int(torch_bytes * numel),
         crossing + (grads if is_there and plan.grads is not Tier.DEVICE else 0),
         crossing,
         grads if plan.brings_gradients and not is_there else 0,
     )
+
+
+_RULES = ("sgd", "lion", "adamw", "adamw")  # with 0, 1, 2 and 3 moments: a plan does not know the rule
+
+
+@functools.cache
+def torch_traffic(layout: StateLayout, grads: torch.dtype) -> float:
+    """Bytes of memory that a step on an accelerator moves for an element, as its torch operations are written."""
+    numel = NORM_BLOCK
+    states = layout.views(torch.zeros(layout.total_bytes(numel), dtype=torch.uint8), numel)
+    weight, grad = (torch.zeros(numel, dtype=dtype) for dtype in (layout.dtype, grads))
+    rule, parts = StepRule(_RULES[layout.num_moments], 0.0, 0.0), StepParts(weight, states.master, grad, states.moments)
+    dither = Dither(0, 0, 0) if layout.precision.is_stochastic else None
+    return memory_traffic(lambda: step_in_torch(rule, parts, dither)) / numel
+
+
+@functools.cache
+def gradient_traffic(dtype: torch.dtype) -> float:
+    """Bytes of memory that an accelerator moves for an element of a gradient that stays there: a copy, and its norm."""
+    grad = torch.zeros(NORM_BLOCK, dtype=dtype)
+    return 2 * dtype.itemsize + memory_traffic(lambda: block_sums_in_torch(grad, 0)) / NORM_BLOCK
 
 
 def _together(loads: list[TileLoad], num: int) -> list[TileLoad]:

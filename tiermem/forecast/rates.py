@@ -64,13 +64,17 @@ class Rates:
     """Seconds of bookkeeping around each module's forward, and each backward."""
     tile_s: float = 100e-6
     """Seconds of bookkeeping around each tile of a step."""
-    device_bytes_s: float = 150e9
-    """Memory traffic of an accelerator's optimizer steps: less than its memory's rate, which they pass over several times."""
+    device_memory_bytes_s: float = 800e9
+    """Of an accelerator's memory, reading and writing together."""
+    step_passes: float | None = None
+    """Passes of an accelerator's optimizer step over states, weight and gradient. None: as its torch operations make."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            may_be_none = field.name in ("gradient_bytes_s", "near_bytes_s", "sum_bytes_s") and value is None
+            may_be_none = (
+                field.name in ("gradient_bytes_s", "near_bytes_s", "sum_bytes_s", "step_passes") and value is None
+            )
             if field.name != "is_disk_duplex" and not (
                 may_be_none or value > 0 or (field.name in ("use_s", "tile_s") and value == 0)
             ):

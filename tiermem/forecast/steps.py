@@ -30,7 +30,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tiermem.forecast.course import Course
-from tiermem.forecast.loads import Send, TileLoad, Use, gathers, reductions, still_buffered, tile_loads, updates
+from tiermem.forecast.loads import (
+    Send,
+    TileLoad,
+    Use,
+    gathers,
+    gradient_traffic,
+    reductions,
+    still_buffered,
+    tile_loads,
+    updates,
+)
 from tiermem.forecast.rates import Task
 from tiermem.policy import Tier
 from tiermem.zero.packed import gathers_packed
@@ -264,6 +274,9 @@ class StepBuilder:
         """Copies or adds this rank's part of a unit's gradients to its home; with step_in_backward, steps its tiles."""
         course = self._course
         if course.plan.grads is Tier.DEVICE:  # they are added up there
+            moved = gradient_traffic(course.policy.precision.grad_dtype(unit.dtype)) * unit.shard_numel * course.at_once
+            seconds = moved / self._rates.device_memory_bytes_s
+            self._grad_writes.append(self._add(f"add {unit.name}", MATHS, seconds, [after]))
             return
         if course.is_gpu:
             crossing = unit.shard_bytes * self._course.at_once
@@ -420,7 +433,9 @@ class StepBuilder:
     def _kernel(self, load: TileLoad, after: list[int], goes_on: bool) -> int:
         if load.device_bytes:
             down = self._cross("to step", "link down", HOST_TO_DEVICE, load.down_bytes, *after)
-            stepped = self._add("tile on GPU", MATHS, load.device_bytes / self._rates.device_bytes_s, [down])
+            passes = self._rates.step_passes
+            moved = load.torch_bytes if passes is None else load.device_bytes * passes
+            stepped = self._add("tile on GPU", MATHS, moved / self._rates.device_memory_bytes_s, [down])
             return self._cross("from step", "link up", DEVICE_TO_HOST, load.up_bytes, stepped)
         lane = KERNELS if self._course.is_gpu else MATHS
         seconds = load.memory_bytes / self._rates.kernel_bytes_s

@@ -1,7 +1,8 @@
-"""GpuLink: what registering host memory with a device's driver costs, and how fast copies over its link are.
+"""GpuLink: what registering host memory with a device's driver costs, and how fast its link and its own memory are.
 
     registration   fresh memory (its pages come with the registration) and touched memory, in huge pages where there are any
     copies         pinned memory, as the arena carves it, and pageable memory; to the device, to the host, both at once
+    memory         an AdamW step of bf16 weights with fp32 states, by the bytes that its torch operations move
 
 One Python thread issues the copies, as in training, so that small ones show what issuing costs. A tool: it waits for streams.
 """
@@ -17,14 +18,21 @@ from typing import Any
 
 import torch
 
-from tiermem.swap.accelerator import PageLock, is_accelerator, new_stream, on
+from tiermem.forecast.loads import torch_traffic
+from tiermem.precision import Precision
+from tiermem.swap.accelerator import PageLock, free_and_total, is_accelerator, new_stream, on
 from tiermem.swap.arena import HUGE_BYTES, Arena
+from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.ranges import ByteRange, round_up
+from tiermem.swap.torch_step import step_in_torch
 from tiermem.tools.machine import available_bytes
 from tiermem.tools.words import format_bytes
+from tiermem.zero.state_layout import StateLayout
 
 _COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 MiB
 DIRECTIONS = ("to device", "to host", "both")
+_STEPPED, _LEAST_STEPPED = 1 << 23, 1 << 16  # parameters
+_STEPPED_BYTES = 128  # for each: what is stepped, and what its operations take
 
 
 Copy = tuple[torch.Stream, torch.Tensor, torch.Tensor]
@@ -75,6 +83,27 @@ def measure_link(device: torch.device, num_bytes: int = 16 << 20, least_s: float
         torch.accelerator.synchronize(device)
         copies = [(new_stream(device), there[0], here[0]), (new_stream(device), here[1], there[1])]
         return _rate(copies, num_bytes, least_s) / 2
+
+
+def measure_memory(device: torch.device) -> float | None:
+    """Bytes per second of an accelerator's memory in an optimizer step there. None: the CPU, or no room for a small step.
+
+    Blocks for some milliseconds. Takes up to 1 GiB of the device.
+    """
+    numel = min(_STEPPED, free_and_total(device)[0] // _STEPPED_BYTES) if is_accelerator(device) else 0
+    if numel < _LEAST_STEPPED:
+        return None
+    weight = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    master, *moments = (torch.zeros(numel, device=device) for _ in range(3))
+    parts = StepParts(weight, master, torch.full_like(weight, 1e-3), moments)
+    times = []
+    for _ in range(5):
+        start = time.monotonic()
+        step_in_torch(StepRule("adamw", 1e-3, 1.0, beta1=0.9, beta2=0.999, eps=1e-8), parts)
+        torch.accelerator.synchronize(device)
+        times.append(time.monotonic() - start)
+    moved = numel * torch_traffic(StateLayout(weight.dtype, Precision(), 2), weight.dtype)
+    return moved / statistics.median(times[1:])
 
 
 def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
         self._num_batches = 0
         resident_bytes = load_model_classes(job)
         budget = check_cap(job, resident_bytes, is_accelerator(find_device()))
-        config = job.config if budget is None else with_host_bytes(job.config, budget.host_bytes)
+        config = job.config if budget is None else with_host_bytes(job.config, budget.left_bytes)
         with large_blocks_mapped():
             model = build_model(
                 job.shape, job.seed, job.is_checkpointing, job.batch * job.seq, config_dict_or_path=config

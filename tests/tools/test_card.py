@@ -1,0 +1,139 @@
+"""Is what a card leaves taken by weights, explained, and refused where it is too little for any plan?"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+pytest.importorskip("transformers")
+
+from on_simulated import python
+
+from tiermem.forecast import Rates
+from tiermem.forecast.rates import Compute
+from tiermem.policy import Tier
+from tiermem.tools.bench.gpu_link import measure_memory
+from tiermem.tools.card import Card, Room, choose_config
+from tiermem.tools.options import PlanOptions, TrainOptions
+from tiermem.tools.plan import EXIT_FITS, plan
+from tiermem.tools.planned import Activations
+from tiermem.tools.presets import ModelSizes, preset
+from tiermem.tools.train_job import make_config
+
+GIB, MIB = 1 << 30, 1 << 20
+SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+SPEED = Compute(1e-12, 2e-12), Rates(2e9, 1e9, link_bytes_s=1e9)
+CONFIG = make_config(TrainOptions(offload="cpu", precision="fp32"), [Path("/tmp")])
+
+
+def activations(num_tokens: int = 1024) -> Activations:
+    return Activations(ModelSizes.of(SHAPE), num_tokens, "fp32", "fp32", True, True)
+
+
+def chosen(card_mib: int, speed: Any = SPEED, num_tokens: int = 1024, **own: Any) -> tuple[dict[str, Any], str]:
+    """What is set in the config's own section, and the lines."""
+    config = CONFIG | {"tiermem": CONFIG.get("tiermem", {}) | own}
+    card = Card(card_mib * MIB, ())
+    found, how, said = choose_config(config, SHAPE, speed, activations(num_tokens), Room(card, None))
+    assert (how is None) == (speed is None or not said)
+    return {name: found["tiermem"].get(name) for name in ("device_bytes", "activations")}, "; ".join(said)
+
+
+def test_7b_on_a_card_of_24_gb_keeps_all_weights_there(tmp_path: Path) -> None:
+    """With 64 GB of RAM and nothing said of the card's use: no unit is fetched."""
+    file, text = tmp_path / "plan.json", io.StringIO()
+    machine = {"gpu_bytes": 24 * GIB, "host_bytes": 64 * GIB, "nvme_rate": "7,5", "is_duplex": True}
+    options = PlanOptions(preset="7b", is_checkpointing=True, json_file=file, **machine)
+    assert plan(options, Console(file=text, width=400)) == EXIT_FITS
+    found = json.loads(file.read_text())
+    first, second = found["placement"]
+    assert first in text.getvalue() and second in text.getvalue()
+    stay = re.search(r"(\d+) of (\d+) units stay on the GPU", first)
+    assert stay is not None and stay[1] == stay[2] and "stay on the GPU" in second
+    assert found["rank_bytes"]["DEVICE"] <= 24 * GIB
+    lines = {line["what"]: line["num_bytes"] for line in found["lines"] if line["tier"] == "DEVICE"}
+    assert lines["context"] == 512 * MIB and lines["torch"] == int(0.05 * 24 * GIB)
+    outside = ("context", "torch", "activations", "one block at work", "logits and loss", "gradients in autograd")
+    assert found["device_budget_bytes"] == 24 * GIB - sum(lines[name] for name in outside)
+    assert "unit buffers" not in " ".join(lines)
+
+
+def test_weights_take_what_a_card_leaves_and_the_sentence_says_how_much() -> None:
+    own, said = chosen(400)
+    left = card_budget(400, None)
+    assert own == {"device_bytes": left, "activations": None}
+    assert "device_bytes: 400.0 MiB - " in said and f"= {left / MIB:.1f} MiB for the plan; the plan takes" in said
+    assert "activations: inputs of 12 checkpointed blocks take 12.0 MiB and stay on the GPU" in said
+
+
+def card_budget(card_mib: int, home: Tier | None, num_tokens: int = 1024) -> int:
+    return Card(card_mib * MIB, ()).budget(activations(num_tokens), home).left_bytes
+
+
+def test_where_streaming_is_far_faster_no_more_units_stay_and_the_sentence_says_so() -> None:
+    """A fast link brings units while the step of others goes on."""
+    own, said = chosen(400, (SPEED[0], Rates(2e9, 1e9)))
+    assert own == {"device_bytes": None, "activations": None}
+    assert "device_bytes: not set, since no more units stay, which is faster: 400.0 MiB - " in said
+
+
+@pytest.mark.parametrize("speed", [SPEED, None])
+def test_inputs_leave_a_card_that_is_too_small_for_them(speed: Any) -> None:
+    """By predicted time, and by rule where nothing was measured."""
+    kept, moved = (card_budget(0, home, 16384) // MIB for home in (None, Tier.HOST))
+    assert moved - kept == 10 * 16  # 10 of 12 inputs of 16384 x 256 in fp32
+    own, said = chosen(-5 - kept, speed, 16384)
+    assert own["activations"] == "cpu"
+    assert "go from the GPU to HOST: " in said and "MiB too large to stay there" in said
+
+
+def test_a_card_without_room_is_refused_with_the_arithmetic() -> None:
+    little = 5 - card_budget(0, Tier.HOST) // MIB
+    with pytest.raises(ValueError, match="the accelerator has too little memory: ") as refused:
+        chosen(little)
+    said = str(refused.value)
+    assert f"{little}.0 MiB - " in said and "MiB for the plan; device_bytes=" in said
+    assert "and the smallest plan needs" in said
+    assert chosen(little, device_bytes=100 * MIB) == ({"device_bytes": 100 * MIB, "activations": None}, "")
+
+
+def test_what_a_config_names_is_kept_and_said() -> None:
+    own, said = chosen(400, device_bytes=50 * MIB, activations="cpu")
+    assert own == {"device_bytes": 50 * MIB, "activations": "cpu"}
+    assert "device_bytes: 50.0 MiB, as the config says" in said and "from the GPU to HOST: as the config says" in said
+
+
+PROBE = """
+import torch
+from tiermem.swap.accelerator import find_device
+from tiermem.tools.bench.gpu_link import measure_memory
+print(measure_memory(find_device()) > 0)
+"""
+
+
+def test_a_devices_memory_is_measured_by_a_step() -> None:
+    assert measure_memory(torch.device("cpu")) is None
+    assert python("-c", PROBE) == "True\n"
+
+
+def test_the_card_of_this_machine_is_planned_for(tmp_path: Path) -> None:
+    """Without --gpu-memory: its size, its link, its memory and its maths are measured."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    words = ["--model", str(tmp_path / "config.json"), "--offload", "cpu", "--seq", "64", "--checkpointing"]
+    out = str(tmp_path / "plan.json")
+    capacity = 1 << 30
+    python("-m", "tiermem.tools.cli", "plan", *words, "--json", out, TIERMEM_SIM_CAPACITY=str(capacity))
+    found = json.loads(Path(out).read_text())
+    lines = {line["what"]: line["num_bytes"] for line in found["lines"] if line["tier"] == "DEVICE"}
+    assert lines["torch"] == int(0.05 * capacity)
+    assert 0 < found["device_budget_bytes"] < capacity
+    sources = " ".join(found["sources"])
+    assert sources.count("measured here") == 2 and "trained for a moment" in sources

@@ -1,0 +1,191 @@
+"""Card: what an accelerator's memory leaves to a plan, and what a run's config leaves open, chosen and explained.
+
+card - in use - torch's part - activations, by the home of block inputs  =  room for the plan
+rates or none, room  ->  forecast's choice, or the plan's rule  ->  config, and a sentence for each choice
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tiermem.config import load_config, resolve_auto
+from tiermem.config.io import STATES_PER_TILE
+from tiermem.forecast import Placement, Rates, choose
+from tiermem.forecast.rates import Compute
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import free_and_total, is_accelerator
+from tiermem.tools.planned import Activations, Budget, meta_model, placed
+from tiermem.tools.presets import ModelSizes
+from tiermem.tools.train_job import Config, with_key
+from tiermem.tools.words import format_bytes
+from tiermem.zero.budget import make_plan
+from tiermem.zero.plan import Plan, Row
+from tiermem.zero.topology import Topology, plan_topology
+from tiermem.zero.unit import divide
+
+_TORCHS_PART = 0.05
+_CONTEXT_BYTES = 512 << 20  # of a driver's context and its kernels, where it cannot be measured
+
+
+class Card(NamedTuple):
+    """An accelerator's memory."""
+
+    total_bytes: int
+    others: tuple[Row, ...]
+    """What neither a plan nor activations may take."""
+
+    @staticmethod
+    def here(device: torch.device) -> Card | None:
+        """The device as it is now; None: the CPU."""
+        if not is_accelerator(device):
+            return None
+        free, total = free_and_total(device)
+        return Card(total, (Row("in use", Tier.DEVICE, total - free, "by the context and others, now"), _gaps(total)))
+
+    @staticmethod
+    def elsewhere(total_bytes: int) -> Card:
+        """A card that is not in this machine."""
+        context = Row("context", Tier.DEVICE, min(_CONTEXT_BYTES, total_bytes), "of the driver, assumed")
+        return Card(total_bytes, (context, _gaps(total_bytes)))
+
+    @property
+    def room_bytes(self) -> int:
+        """What a plan and activations may take together."""
+        return max(1, self.total_bytes - sum(row.num_bytes for row in self.others))
+
+    def budget(self, activations: Activations, home: Tier | None) -> Budget:
+        """The arithmetic: what is left for a plan with the inputs of checkpointed blocks in a home."""
+        return Budget(self.total_bytes, (*self.others, *activations.rows(home)), "the plan")
+
+
+def _gaps(total_bytes: int) -> Row:
+    part = int(_TORCHS_PART * total_bytes)
+    return Row("torch", Tier.DEVICE, part, f"{_TORCHS_PART:.0%}: libraries' workspaces, gaps between torch's blocks")
+
+
+def say_placement(
+    given: OffloadPolicy, policy: OffloadPolicy, plan: Plan, card: Card, activations: Activations
+) -> list[str]:
+    """A sentence on `device_bytes` and one on `activations`, with the arithmetic.
+
+    given: the policy before the choice; policy, plan: after it.
+    """
+    units, budget = plan.division.units, card.budget(activations, policy.activations)
+    stay = f"{sum(unit.is_resident for unit in units)} of {len(units)} units stay on the GPU"
+    takes = f"the plan takes {format_bytes(plan.device_bytes)}: {stay}"
+    if given.device_bytes is not None:
+        first = f"device_bytes: {format_bytes(given.device_bytes)}, as the config says; {takes}; {budget.explain()}"
+    elif policy.device_bytes is None:
+        why = "no more units stay, which is faster" if plan.device_bytes <= budget.left_bytes else "no plan fits"
+        first = f"device_bytes: not set, since {why}: {budget.explain()}; {takes}"
+    else:
+        first = f"device_bytes: {budget.explain()}; {takes}"
+    if not activations.is_checkpointing:
+        return [first, "activations: they stay on the GPU, since no block is recomputed"]
+    inputs = (
+        f"inputs of {activations.sizes.num_layers} checkpointed blocks take {format_bytes(activations.inputs_bytes)}"
+    )
+    if not activations.moves_inputs(policy.activations):
+        return [first, f"activations: {inputs} and stay on the GPU"]
+    assert policy.activations is not None
+    left_bytes = card.budget(activations, None).left_bytes
+    there = f"there they would leave {format_bytes(left_bytes)} for the plan"
+    there = there if left_bytes > 0 else f"they are {format_bytes(-left_bytes)} too large to stay there"
+    why = "as the config says" if given.activations is not None else there
+    return [first, f"activations: {inputs} and go from the GPU to {policy.activations.name}: {why}"]
+
+
+# ---- the choice of open settings -------------------------------------------------------------------------------------
+#
+#     measured rates -> forecast/forecast.py, on the meta device -> config, and lines that give the choice and the reason
+#   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
+#     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
+#   activations, activation_bytes, device_bytes, host_bytes: keys of the section "tiermem" with the same names
+#
+# So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
+
+_PLACES = {
+    "grads": ("tiermem", "grads"),
+    "tile_numel": ("zero_optimization", "sub_group_size"),
+    "tile_buffers": ("zero_optimization", "offload_optimizer", "buffer_count"),
+    "unit_buffers": ("zero_optimization", "offload_param", "buffer_count"),
+    "host_param_numel": ("zero_optimization", "offload_param", "max_in_cpu"),
+    **{name: ("tiermem", name) for name in ("activations", "activation_bytes", "device_bytes", "host_bytes")},
+}
+
+
+class Room(NamedTuple):
+    """Memory that a choice may divide between the plan and activations."""
+
+    card: Card | None
+    """None: the CPU."""
+    host_bytes: int | None
+    """What a cap leaves for the plan beside activations as the config has them; None: the config names the plan's own."""
+
+
+def choose_config(
+    config: Config,
+    shape: Mapping[str, Any],
+    speed: tuple[Compute, Rates] | None,
+    activations: Activations,
+    room: Room,
+) -> tuple[Config, str | None, list[str]]:
+    """The config of a run on one rank with what it leaves open settled, how that was chosen, and what `say_placement` says.
+
+    speed: None where nothing was measured: the plan's rule chooses. Raises ValueError for a config that cannot be, and, with
+    the arithmetic, where a card has no room for the smallest plan beside activations and the config names no `device_bytes`.
+    """
+    loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
+    policy, card = loaded.policy(), room.card
+    if card is None and (policy.host_bytes is None or speed is None):
+        return config, None, []
+    model, topology = meta_model(shape, loaded.precision), plan_topology(1, loaded.policy(), 1)
+    placements = activations.placements(policy, None if card is None else card.room_bytes, room.host_bytes)
+    try:
+        if speed is None:
+            chosen, plan = placed(model, policy, placements, topology, card is not None, 1)
+            how = None
+        else:
+            more: dict[str, Any] = {"placements": placements, "input_bytes": activations.input_bytes}
+            num_micro = loaded.batch(1).accumulation
+            choice = choose(model, policy, speed[1], speed[0], is_gpu=card is not None, num_micro=num_micro, **more)
+            chosen, plan, how = choice.policy, choice.chosen.plan, str(choice)
+    except ValueError:
+        if card is not None and policy.device_bytes is None:
+            _check_room(model, policy, placements, topology, card, activations)
+        return config, None, []  # nothing fits for another reason: building the model says why
+    said = [] if card is None else say_placement(policy, chosen, plan, card, activations)
+    fields = {name: value for name in _PLACES if (value := getattr(chosen, name)) != getattr(policy, name)}
+    return with_choice(config, fields), how, said
+
+
+def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
+    """The config with chosen fields of the policy as keys of its own."""
+    for name, value in fields.items():
+        if isinstance(value, Tier):
+            value = "nvme" if value is Tier.NVME else "cpu"
+        config = with_key(config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value)
+    return config
+
+
+def _check_room(
+    model: nn.Module,
+    policy: OffloadPolicy,
+    placements: Sequence[Placement],
+    topology: Topology,
+    card: Card,
+    activations: Activations,
+) -> None:
+    """Raises ValueError, with the arithmetic, where a card has no room for any plan."""
+    roomy = max(placements, key=lambda placement: placement.device_bytes or 0)
+    changed = dataclasses.replace(policy, **roomy.fields(policy) | {"host_bytes": None})
+    try:
+        make_plan(divide(model, changed, topology.num_shards), changed, topology, True, 1)
+    except ValueError as error:
+        budget = card.budget(activations, roomy.activations)
+        raise ValueError(f"the accelerator has too little memory: {budget.explain()}; {error}") from error
