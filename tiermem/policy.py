@@ -208,8 +208,9 @@ class OffloadPolicy:
     durability: Durability = "checkpoint"
     """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never. What is
     durable stays while the next is written, so what steps write takes `num_slots` times the disk; frozen parameters take it
-    once. A run leaves its durable steps in the store's folder when it is closed: with "step" its last one too, also when it
-    has saved copies alone, elsewhere."""
+    once. With "step" a step that goes on under the next forward is made durable when it has ended, before the next backward,
+    step, save, load, change of values or close (zero/step_run.py). A run leaves its durable steps in the store's folder when it
+    is closed: with "step" its last one too, also when it has saved copies alone, elsewhere."""
     keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
     """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
     verify: Verify = "always"
@@ -220,7 +221,7 @@ class OffloadPolicy:
     written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles on NVMe are stepped when
     their gradients have come, and count if the step finds them as assumed (optim/tentative.py), which takes one more slot on
     disk, and memory for a second copy of weights that rest there. The bits are the same. "auto": forward where states on NVMe,
-    or on HOST beside an accelerator, belong to units that are fetched, unless each step is durable."""
+    or on HOST beside an accelerator, belong to units that are fetched."""
     early_steps: bool = False
     """With overlap "auto": whether steps of states on NVMe may also begin under backward, where the plan has room. An engine
     that does not clip gradients sets it: a step that clips is made again."""
@@ -287,8 +288,6 @@ class OffloadPolicy:
             return "none"
         if self.overlap != "auto":
             return self.overlap
-        if self.durability == "step":
-            return "none"  # each step is committed before `step` returns
         if states is Tier.NVME:
             return "backward" if self.early_steps and not is_gpu else "forward"
         return "forward" if states is Tier.HOST and is_gpu else "none"

@@ -88,8 +88,8 @@ class OwnConfig(ConfigModel):
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     durability: Durability = OffloadPolicy.durability
     """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every step, or never. Each durable state
-    takes its bytes on disk once more, and two of them with "step"; none halves the disk. With "step" a run that is closed
-    leaves its last step in the store's folder."""
+    takes its bytes on disk once more, and two of them with "step"; none halves the disk. With "step" a step is durable before
+    the next backward, and a run that is closed leaves its last step in the store's folder."""
     keep: PositiveCount = OffloadPolicy.keep
     """Tags that stay on the NVMe paths; saving one more drops the oldest, with a warning. Each takes its bytes on disk."""
     verify: Verify = OffloadPolicy.verify
