@@ -5,8 +5,8 @@
 
 It opens the newest durable state that it finds, trains to the last step and saves on the way. Data is a function of the step
 alone, so that a run that was killed and opened says the same losses, to the bit, as one that was not. It tells which phase
-it is in: with durability="step", saving is also what follows a freeze, as a backward begins. A window is the forward under which
-the step before goes on. With durability="step" it says that a step is durable when the next backward has ended.
+it is in: with durability="step", saving also follows a freeze, as a backward begins. A window is the forward under which the
+step before goes on. With durability="step" it says that a step is durable when the next backward has ended.
 """
 
 from __future__ import annotations
