@@ -200,8 +200,8 @@ class OffloadPolicy:
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
     accumulation: Annotated[AccumulationOrder, _SHARDED_PARAMS] = "batches"
     """How the micro-batches of a step run: one after the other through the model, each fetching every unit; or, in
-    `Engine.train_batch`, all of them through one block after the other, so that each fetch serves all (zero/layerwise.py). The
-    model is then a chain of blocks, and the engine's other ways to train are refused."""
+    `Engine.train_batch` and TiermemTrainer, all of them through one block after the other, so that each fetch serves all
+    (zero/layerwise.py). The model is then a chain of blocks, and the engine's other ways to train are refused."""
     on_nonfinite: OnNonfinite = "skip"
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
     not clipped, since such gradients have no norm."""

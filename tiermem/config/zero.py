@@ -65,7 +65,7 @@ class OwnConfig(ConfigModel):
     accumulation: AccumulationOrder = OffloadPolicy.accumulation
     """How the micro-batches of a step run: "batches", one after the other through the model; or "layers", all of them through
     one block after the other, so that weights are read twice a step and gradients written once, whatever their number. The
-    model is then a chain of blocks, and `engine.train_batch` trains it. Stage 3 alone."""
+    model is then a chain of blocks, and `engine.train_batch` or TiermemTrainer trains it. Stage 3 alone."""
     on_nonfinite: OnNonfinite = OffloadPolicy.on_nonfinite
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same
     (not clipped, since it has no norm). Not set, and bf16.check_grad_overflow false: apply."""
