@@ -89,6 +89,7 @@ class Program(Generic[T]):
         self._reading = threading.RLock()  # held while a read begins, perhaps in another thread, and while a run ends
         self.num_native = 0  # tiles so far whose work was native steps
         self.num_called = 0  # those for which `compute` was called
+        self.dropped_bytes = 0  # that tiles wrote in tentative runs which were dropped
 
     def use(self, pool: Pool | None) -> None:
         """Goes on with other buffers, after `drop`."""
@@ -134,6 +135,8 @@ class Program(Generic[T]):
                         running.state.end(self._error(running, False))
                     self._settle(self._native, running)
                 elif self._native is not None and self._tentative is not None:
+                    times = self._native.times(len(self._tentative.planned))
+                    self.dropped_bytes += sum(each.written_bytes for each in times if each.is_writing)
                     self._report(self._native, self._tentative)
                 if self._brought is not None:
                     concurrent.futures.wait([self._brought])  # it has ended with the run

@@ -201,16 +201,17 @@ class OffloadPolicy:
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
     accumulation: Annotated[AccumulationOrder, _SHARDED_PARAMS] = "batches"
     """How the micro-batches of a step run: one after the other through the model, each fetching every unit; or, in
-    `Engine.train_batch`, all of them through one block after the other, so that each fetch serves all (zero/layerwise.py). The
-    model is then a chain of blocks, and the engine's other ways to train are refused."""
+    `Engine.train_batch` and TiermemTrainer, all of them through one block after the other, so that each fetch serves all
+    (zero/layerwise.py). The model is then a chain of blocks, and the engine's other ways to train are refused."""
     on_nonfinite: OnNonfinite = "skip"
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
     not clipped, since such gradients have no norm."""
     durability: Durability = "checkpoint"
     """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never. What is
     durable stays while the next is written, so what steps write takes `num_slots` times the disk; frozen parameters take it
-    once. A run leaves its durable steps in the store's folder when it is closed: with "step" its last one too, also when it
-    has saved copies alone, elsewhere."""
+    once. With "step" a step that goes on under the next forward is made durable when it has ended, before the next backward,
+    step, save, load, change of values or close (zero/step_run.py). A run leaves its durable steps in the store's folder when it
+    is closed: with "step" its last one too, also when it has saved copies alone, elsewhere."""
     keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
     """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
     verify: Verify = "always"
@@ -221,7 +222,7 @@ class OffloadPolicy:
     written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles on NVMe are stepped when
     their gradients have come, and count if the step finds them as assumed (optim/tentative.py), which takes one more slot on
     disk, and memory for a second copy of weights that rest there. The bits are the same. "auto": forward where states on NVMe,
-    or on HOST beside an accelerator, belong to units that are fetched, unless each step is durable."""
+    or on HOST beside an accelerator, belong to units that are fetched."""
     early_steps: bool = False
     """With overlap "auto": whether steps of states on NVMe may also begin under backward, where the plan has room. An engine
     that does not clip gradients sets it: a step that clips is made again."""
@@ -293,8 +294,6 @@ class OffloadPolicy:
             return "none"
         if self.overlap != "auto":
             return self.overlap
-        if self.durability == "step":
-            return "none"  # each step is committed before `step` returns
         if states is Tier.NVME:
             return "backward" if self.early_steps and not is_gpu else "forward"
         return "forward" if states is Tier.HOST and is_gpu else "none"

@@ -205,9 +205,16 @@ def endurance_lines(
 
 
 def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[str]:
-    """The same for a run of `tiermem train` as saved: its training alone, and beside it the building of the model."""
+    """The same for a run of `tiermem train` as saved: its training alone, and beside it the building of the model.
+
+    What was written twice, because steps under backward were dropped and made again, is part of it, and said apart.
+    """
     paths = [Written(**each) for each in run.get("paths", [])]
-    return endurance_lines(paths, len(run["losses"]), run.get("training_s", 0.0), tbw_bytes)
+    lines = endurance_lines(paths, len(run["losses"]), run.get("training_s", 0.0), tbw_bytes)
+    if redone := run.get("redone_bytes"):
+        times = f"{run.get('steps_redone')} of {len(run['losses'])} steps were made again"
+        lines.append(f"of this {_gigabytes(redone)} were written under backward and dropped: {times}")
+    return lines
 
 
 def parse_tbw(text: str) -> int:

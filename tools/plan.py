@@ -219,6 +219,8 @@ def _overlap_table(overlaps: Overlaps) -> Table:
             f"{row['limited_by']}, {limit_s:.3f} s",
             *(format_bytes(row[f"{what}_bytes"]) for what in ("read", "written", "extra_disk", "extra_host")),
         )
+    if most := max((each.extra_disk_bytes for each in overlaps.values()), default=0):
+        shown.caption = f"a step under backward that is made again writes up to {format_bytes(most)} more"
     return shown
 
 

@@ -307,6 +307,7 @@ class Trainer:
             paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
             host_peak_bytes=host_peak_bytes,
             steps_redone=engine.shards.steps.num_redone,
+            redone_bytes=engine.shards.program.dropped_bytes,
             is_every_step_durable=engine.shards.policy.durability == "step",
             peak_rss_bytes=resident_of().peak_bytes,
             is_interrupted=self._stop.is_asked,

@@ -76,19 +76,29 @@ def opened(save_dir: Path, tag: str) -> tuple[Path, Manifest, list[tuple[Path, P
     file = save_dir / tag / pointer.folder / pointer.file
     data = file.read_bytes()
     assert (len(data), crc32c(data)) == (pointer.num_bytes, pointer.crc32c)
-    manifest, parts = parse_manifest(data, str(file)), []
+    return file, *opened_at(file)
+
+
+def opened_at(file: Path) -> tuple[Manifest, list[tuple[Path, Part]]]:
+    """A manifest and its parts, as `opened` gives them."""
+    manifest, parts = parse_manifest(file.read_bytes(), str(file)), []
     for each in manifest.parts:
         folder = file.parent / each.folder
         raw = (folder / each.file).read_bytes()
         assert (len(raw), crc32c(raw)) == (each.num_bytes, each.crc32c)
         parts.append((folder, parse_part(raw, each.file)))
     cover(manifest, [part for _, part in parts], str(file))
-    return file, manifest, parts
+    return manifest, parts
 
 
 def states_in(save_dir: Path, tag: str) -> dict[tuple[str, str], bytes]:
     """The bytes of every state of a tag, read with nothing but `open`; every MiB's checksum is compared."""
-    _, manifest, parts = opened(save_dir, tag)
+    return states_at(opened(save_dir, tag)[0])
+
+
+def states_at(file: Path) -> dict[tuple[str, str], bytes]:
+    """The bytes of every state of a manifest."""
+    manifest, parts = opened_at(file)
     found: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
     for folder, part in parts:
         for piece in pieces_of(part):

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from launch import as_rank
-from runs import live_states, model, policy, states_in, train
+from runs import live_states, model, policy, states_at, states_in, train
 
 import tiermem
 from tiermem import checkpoint
@@ -132,6 +132,52 @@ def run_faults(rank: int, folder: Path) -> list[Any]:
     return found
 
 
+def run_steps(rank: int, folder: Path) -> dict[str, Any]:
+    """durability="step", whose steps go on: what is durable (rank 0's manifests) after each part of a program."""
+    found: dict[str, Any] = {}
+    place = folder / "steps"
+    place.mkdir(exist_ok=True)
+
+    def note(what: str) -> None:
+        found[what] = sorted(file.name for file in store.glob("manifest-*"))
+
+    def begin() -> tuple[tiermem.Shards, tiermem.AdamW, torch.nn.Module, Path]:
+        made = model()
+        shards = tiermem.shard(made, policy("nvme", place, durability="step", overlap="forward"))
+        return shards, tiermem.AdamW(made.parameters(), lr=0.01), made, shards.store.folders()[0]
+
+    shards, optimizer, made, store = begin()
+    with shards:
+        train(made, optimizer, 2, seed=rank)
+        note("two steps")
+        with torch.no_grad():
+            made(torch.arange(11))
+        whole_states(shards)
+        note("looked at")
+        for failing in (0, 1):
+            with fail_on(rank, failing, "sync", "segment.bin"):
+                try:
+                    train(made, optimizer, 1, seed=rank)
+                except OSError as error:
+                    found[f"error of {failing}"] = str(error)
+            note(f"a backward that fails on {failing}")
+            train(made, optimizer, 1, seed=rank)
+        checkpoint.wait(shards)
+        note("waited")
+        live = whole_states(shards)
+        found["wrong"] = [saved_equals_live(states_at(file), live, "exact") for file in store.glob("manifest-*")]
+        train(made, optimizer, 1, seed=rank)
+    note("closed")
+    shards, optimizer, made, store = begin()
+    try:
+        with shards:
+            train(made, optimizer, 2, seed=rank)
+            raise KeyError
+    except KeyError:
+        note("closed by an exception")
+    return found
+
+
 def run_blocks(rank: int, folder: Path) -> dict[str, Any]:
     """A parameter of several MiB whose blocks are cut by tiles and by the rank's edge."""
     torch.manual_seed(0)
@@ -206,6 +252,7 @@ if __name__ == "__main__":
         found: dict[str, Any] = {name: run_case(name, rank, nvme) for name in CASES}
         found["blocks"] = run_blocks(rank, nvme)
         found["faults"] = run_faults(rank, nvme)
+        found["steps"] = run_steps(rank, nvme)
         found["apart"] = run_disagreements(rank, nvme)
         found["engine"] = run_engine(rank, nvme)
         torch.save(found, out_file)

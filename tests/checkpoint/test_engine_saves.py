@@ -82,6 +82,7 @@ def test_durability_step_makes_every_step_durable(tmp_path: Path) -> None:
     folder = engine.shards.store.folders()[0]
     for number in (1, 2, 3):
         step(engine)
+        engine.wait_checkpoint()
         assert [file.name for file in folder.glob("manifest-*")] == [f"manifest-{number}.json"]
     engine.close()
     assert folder.exists() and not (folder / "lock").exists()
@@ -96,12 +97,14 @@ def test_a_step_without_a_tag_gives_way_to_the_run_that_goes_on(tmp_path: Path) 
     assert again.load_checkpoint(folder)[0] is not None
     assert folder.exists() and again.global_steps == 2
     step(again)
+    again.wait_checkpoint()
     assert not folder.exists() and len(list(tmp_path.glob("tiermem-*"))) == 1
     again.save_checkpoint(tmp_path / "out")
     again.close()
     third = engine_on(tmp_path, {"durability": "step"})
     assert third.load_checkpoint(tmp_path / "out")[0] is not None
     step(third)
+    third.wait_checkpoint()
     assert len(list(tmp_path.glob("tiermem-*"))) == 2  # a tag stays
     third.close()
 

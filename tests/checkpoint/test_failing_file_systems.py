@@ -216,6 +216,7 @@ def test_a_save_onto_a_full_disk_changes_nothing_wherever_it_ends(
     checkpoint.save(shards, optimizer, out, "kept", copy=is_copy)
     checkpoint.wait(shards)
     saved, due = states_in(out, "kept"), train(made, optimizer, 1)
+    checkpoint.wait(shards)
     if way == "a copy":
         checkpoint.save(shards, optimizer, path / "out", "held")  # leaves steps no slot: the copy is whole on return
 

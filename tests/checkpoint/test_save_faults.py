@@ -35,22 +35,28 @@ from tiermem.checkpoint.survey import survey
 from tiermem.precision import Precision
 
 
+def train_durably(shards: tiermem.Shards, optimizer: Any, num_steps: int) -> None:
+    """Steps that are durable on return."""
+    train(shards.model, optimizer, num_steps)
+    checkpoint.wait(shards)
+
+
 def test_a_step_that_cannot_be_made_durable_leaves_the_one_before(tmp_path: Path) -> None:
     made = model()
     with tiermem.shard(made, policy("nvme", tmp_path, durability="step")) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
-        train(made, optimizer, 2)
+        train_durably(shards, optimizer, 2)
         folder = shards.store.folders()[0]
         before = {name: (folder / name).read_bytes() for name in ("manifest-2.json", "part-2-0.json", "data-2.bin")}
         for kind, ending in [("sync", "segment.bin"), ("sync", "data-4.bin"), ("write", "part-5-0.json.new"),
                              ("rename", "manifest-6.json")]:  # fmt: skip
             with failing(kind, ending, code=errno.EIO), pytest.raises(OSError, match="it fails") as caught:
-                train(made, optimizer, 1)
+                train_durably(shards, optimizer, 1)
             assert caught.value.errno == errno.EIO
             optimizer.zero_grad()
             assert {name: (folder / name).read_bytes() for name in before} == before
             assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "lock", "segment.bin"])
-        train(made, optimizer, 1)
+        train_durably(shards, optimizer, 1)
         assert (folder / "manifest-7.json").exists() and not (folder / "manifest-2.json").exists()
 
 
@@ -60,14 +66,14 @@ def test_an_old_step_that_cannot_be_removed_is_said_and_the_new_one_stands(
     made = model()
     with tiermem.shard(made, policy("nvme", tmp_path, durability="step")) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
-        train(made, optimizer, 1)
+        train_durably(shards, optimizer, 1)
         folder = shards.store.folders()[0]
         with failing("remove", "manifest-1.json", code=errno.EIO):
-            train(made, optimizer, 1)
+            train_durably(shards, optimizer, 1)
         assert "manifest-1.json is left" in caplog.text
         assert checkpoint.Source.open(folder).manifest.commit == 2
         assert steps_in(folder) == {1: "whole", 2: "whole"} and (folder / "part-1-0.json").exists()
-        train(made, optimizer, 1)
+        train_durably(shards, optimizer, 1)
         assert steps_in(folder) == {3: "whole"} and not (folder / "part-1-0.json").exists()
     assert steps_in(folder) == {3: "whole"}
 

@@ -149,11 +149,13 @@ def test_every_step_is_durable_when_asked(tmp_path: Path) -> None:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
         for number in (1, 2, 3):
             train(made, optimizer, 1, seed=number)
+            checkpoint.wait(shards)
             [file] = shards.store.folders()[0].glob("manifest-*.json")
             assert file.name == f"manifest-{number}.json"
         checkpoint.save(shards, optimizer, tmp_path / "out", "t")
         saved = states_in(tmp_path / "out", "t")
         train(made, optimizer, 2, seed=7)
+        checkpoint.wait(shards)
         assert states_in(tmp_path / "out", "t") == saved
         assert len(list(shards.store.folders()[0].glob("manifest-*.json"))) == 2
         assert opened(tmp_path / "out", "t")[1].step == 3

@@ -61,6 +61,19 @@ def test_an_error_on_one_rank_is_told_on_both_and_leaves_the_older_tag(found: li
             assert left == ["first", "first/tiermem.json", "latest"], ending
 
 
+def test_ranks_make_a_step_durable_together_at_the_next_backward(found: list[dict[str, Any]]) -> None:
+    first, second = (each["steps"] for each in found)
+    assert first["two steps"] == first["looked at"] == ["manifest-1.json"]
+    for number in (0, 1):
+        assert first[f"a backward that fails on {number}"] == ["manifest-1.json"]
+        for rank, each in enumerate((first, second)):
+            assert "No space left" in each[f"error of {number}"]
+            assert rank == number or f"rank {number}" in each[f"error of {number}"]
+    assert first["waited"] == ["manifest-4.json"] and first["wrong"] == [[]]
+    assert first["closed"] == ["manifest-5.json"]
+    assert first["closed by an exception"] == ["manifest-1.json"]
+
+
 def test_ranks_that_ask_for_different_things_are_told(found: list[dict[str, Any]]) -> None:
     warned, failed, latest, state, buffers, *files = found[0]["apart"]
     assert "the tag is 'tag0' on rank 0 and 'tag1' on rank 1: saved as 'tag0'" in warned

@@ -21,6 +21,7 @@ def _killed_after_its_tag(tmp_path: Path) -> Path:
     with tiermem.shard(made, policy("nvme", tmp_path, durability="step")) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
         train(made, optimizer, 1, seed=1)
+        checkpoint.wait(shards)
         folder = shards.store.folders()[0]
         shutil.copytree(folder, tmp_path / "aside", ignore=shutil.ignore_patterns("segment.bin", "lock"))
         checkpoint.save(shards, optimizer, tmp_path / "out", "first")

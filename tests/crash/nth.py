@@ -38,7 +38,18 @@ import sabotage
 import torch
 from forks import forked
 from killed_ranks import errors_of, fresh
-from small_run import Plan, Said, Small, config_of, digest, lines_of, newest, open_newest, step_once
+from small_run import (
+    Plan,
+    Said,
+    Small,
+    config_of,
+    digest,
+    lines_of,
+    newest,
+    open_newest,
+    say_durable,
+    step_once,
+)
 from supervisor import CALLS, Entry, Rule, Supervised, Supervisor, hold, rules_for
 
 import tiermem
@@ -121,9 +132,8 @@ def go(place: Path, plan: Plan, said: Said, folder: Path | None, has_digests: bo
         said(opened=engine.global_steps)
 
     def step() -> None:
-        said(step=engine.global_steps + 1, loss=step_once(engine, 0).hex())
-        if plan.durability == "step":
-            said(durable=engine.global_steps)
+        loss = step_once(engine, 0, after_backward=lambda: say_durable(engine, plan, said))
+        said(step=engine.global_steps, loss=loss.hex())
 
     def save() -> None:
         nonlocal copied
@@ -143,8 +153,11 @@ def go(place: Path, plan: Plan, said: Said, folder: Path | None, has_digests: bo
                 tried("save again", save)
     if is_open and not is_sound:
         tried("last save", save)
-    if engine is not None and tried("end", engine.destroy) and plan.copies:
-        said(durable=copied)
+    if engine is not None and tried("end", engine.destroy):
+        if plan.copies:
+            said(durable=copied)
+        elif is_sound:
+            say_durable(engine, plan, said)
 
 
 def _told(error: Exception) -> dict[str, Any]:

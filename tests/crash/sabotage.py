@@ -18,6 +18,7 @@ from tiermem.swap import durable
 from tiermem.swap.files import Segment
 from tiermem.swap.run_folder import SEGMENT, RunFolder
 from tiermem.swap.store import TensorStore
+from tiermem.zero.step_run import StepRun
 
 
 def store_is_not_synced() -> None:
@@ -96,6 +97,20 @@ def old_manifest_goes_before_the_new_one() -> None:
     commit.publish = publish_late
 
 
+def commits_do_not_wait_for_the_step() -> None:
+    """A step that goes on under the next forward is made durable before it has ended."""
+    save_own, finish = Commits._save_own, StepRun.finish
+
+    def save_at_once(self: Commits, *given: Any) -> Any:
+        StepRun.finish = lambda _: None  # type: ignore[method-assign]
+        try:
+            return save_own(self, *given)
+        finally:
+            StepRun.finish = finish  # type: ignore[method-assign]
+
+    Commits._save_own = save_at_once  # type: ignore[method-assign]
+
+
 def copies_are_not_synced() -> None:
     """A complete copy is made known before its bytes are on the disk."""
     sync = durable.sync
@@ -166,6 +181,7 @@ DEATHS: dict[str, Callable[[], None]] = {
         slots_are_thawed_at_once,
         old_manifest_goes_before_the_new_one,
         copies_are_not_synced,
+        commits_do_not_wait_for_the_step,
     )
 }
 LEAKS: dict[str, Callable[[], None]] = {

@@ -5,8 +5,8 @@
 
 It opens the newest durable state that it finds, trains to the last step and saves on the way. Data is a function of the step
 alone, so that a run that was killed and opened says the same losses, to the bit, as one that was not. It tells which phase
-it is in: with durability="step", saving is also what follows a freeze within a training step. A window is the forward under
-which the step before goes on.
+it is in: with durability="step", saving also follows a freeze, as a backward begins. A window is the forward under which the
+step before goes on. With durability="step" it says that a step is durable when the next backward has ended.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> N
     said(opened=engine.global_steps, name=opened)
     while engine.global_steps < plan.num_steps:
         begin("window")
-        said(step=engine.global_steps + 1, loss=step_once(engine, rank, lambda: begin("training")).hex())
-        if plan.durability == "step":
-            said(durable=engine.global_steps)
+        loss = step_once(engine, rank, lambda: begin("training"), lambda: say_durable(engine, plan, said))
+        said(step=engine.global_steps, loss=loss.hex())
+        if plan.overlap == "none":
+            say_durable(engine, plan, said)
         if plan.save_every and engine.global_steps % plan.save_every == 0:
             begin("saving")
             engine.save_checkpoint(str(place / "saved"), **({"copy": True} if plan.copies else {}))
@@ -117,12 +118,24 @@ def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> N
     engine.destroy()
 
 
-def step_once(engine: Any, rank: int, after_forward: Callable[[], None] = lambda: None) -> float:
+def say_durable(engine: Any, plan: Plan, said: Callable[..., None]) -> None:
+    """Says that the last step is durable, if the plan makes every step so."""
+    if plan.durability == "step":
+        said(durable=engine.global_steps)
+
+
+def step_once(
+    engine: Any,
+    rank: int,
+    after_forward: Callable[[], None] = lambda: None,
+    after_backward: Callable[[], None] = lambda: None,
+) -> float:
     """One step on data that is a function of the step and the rank; returns its loss."""
     generator = torch.Generator().manual_seed(100 * engine.global_steps + rank)
     loss = engine(torch.randint(0, 31, (2, 9), generator=generator))
     after_forward()
     engine.backward(loss)
+    after_backward()
     engine.step()
     return float(loss.detach())
 

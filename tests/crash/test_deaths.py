@@ -25,7 +25,7 @@ def test_some_operations_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", sorted(sabotage.DEATHS))
 def test_death_is_noticed(way: str, tmp_path: Path) -> None:
-    plan = "3" if way.startswith("copies") else "0"
+    plan = "3" if way.startswith("copies") else "1" if way.startswith("commits") else "0"
     words = ("--plans", plan, "--ranks", "1", "--share", "0.3", "--count", "6", "--workers", "1", "--seed", "4")
     with pytest.raises(AssertionError, match="AssertionError"):
         totals_of("deaths.py", tmp_path, *words, "--sabotage", way)

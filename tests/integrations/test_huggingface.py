@@ -173,6 +173,45 @@ class Unfreezes(TrainerCallback):
             model.transformer.h.requires_grad_(True)
 
 
+LAYERS: dict[str, dict[str, Any]] = {
+    "fewer in the last step": {"gradient_accumulation_steps": 6, "num_train_epochs": 1, "max_steps": -1},
+    "labels taken out": {"label_smoothing_factor": 0.1},
+    "autocast": {"bf16": True},
+    "on nvme, saved": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", LAYERS)
+def test_micro_batches_go_through_each_block_together(way: str, name: str, tmp_path: Path) -> None:
+    """Losses, norms and weights have the bits of micro-batch after micro-batch, and weights are read fewer times."""
+    given = {"max_steps": 4, "gradient_accumulation_steps": 4, **LAYERS[way]}
+    found, read, weights = [], [], []
+    for accumulation in ("batches", "layers"):
+        nvme = on_nvme(tmp_path / f"{accumulation}-nvme", accumulation=accumulation, unit_buffers=2, overlap="none")
+        trainer = trainer_of(TiermemTrainer, name, tmp_path / accumulation, given, tiermem=nvme)
+        with closing(trainer):
+            trainer.train()
+            found.append(log_of(trainer))
+            weights.append(dict(trainer.model.state_dict()))
+            read.append(trainer.shards.store.stats().nvme_read_bytes)
+    assert found[1] == found[0] and found[0].losses
+    assert all(torch.equal(value, weights[0][key]) for key, value in weights[1].items())
+    assert read[1] < read[0]
+
+
+def test_a_training_step_of_another_class_is_refused_with_layers(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().training_step(*args, **kwargs)
+
+    class Mine(TiermemTrainer.mixin, Own):  # type: ignore[misc,name-defined]
+        pass
+
+    with pytest.raises(ValueError, match="Mine has a training_step of its own"):
+        train(Mine, "llama", tmp_path, tiermem=on_nvme(tmp_path / "nvme", accumulation="layers"), max_steps=1)
+
+
 def test_a_callback_unfreezes_blocks(tmp_path: Path) -> None:
     found = []
     for kind, callbacks in ((Trainer, [Unfreezes()]), (TiermemTrainer, [Unfreezes()]), (Trainer, [])):

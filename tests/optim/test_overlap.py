@@ -23,6 +23,7 @@ from twins import Tower, assert_same_tensors, loss_of, seeded, train_steps
 import tiermem
 import tiermem.checkpoint
 from tiermem import IoSettings, OffloadPolicy, Precision, Shards, Tier
+from tiermem.checkpoint.survey import survey
 from tiermem.optim.tentative import History
 from tiermem.state_access import (
     safe_get_full_fp32_param,
@@ -40,6 +41,7 @@ from tiermem.zero.unit_state import UnitState
 Optim = tiermem.AdamW
 WIDENED: dict[str, Any] = {"params": Tier.HOST, "compute_dtype": "fp32"}
 """Weights of 16 bits that are fetched although they rest in memory."""
+EACH: dict[str, Any] = {"durability": "step"}
 
 
 def policy(folder: Path, overlap: str, **fields: Any) -> OffloadPolicy:
@@ -200,7 +202,7 @@ HOMES: dict[str, dict[str, Any]] = {
     "some states in memory": {"resident_bytes": 99_000, "verify": "sample"},
     "states in memory": {"optim": Tier.HOST},
     "weights on nvme, no durability": {"durability": "none", "prefetch_numel": 0},
-    "each step durable": {"durability": "step"},
+    "each step durable": EACH,
     "stage 2": {"stage": 2, "params": Tier.DEVICE},
 }
 WAYS = st.fixed_dictionaries(
@@ -307,6 +309,7 @@ def trained(tmp_path: Path) -> Any:
         ("forward", {}, True),
         ("backward", {}, True),
         ("auto", {"params": Tier.HOST}, True),
+        ("auto", EACH, True),
         ("auto", WIDENED, True),
         ("auto", {"optim": Tier.HOST}, False),
         ("forward", {"optim": Tier.HOST}, True),
@@ -414,16 +417,18 @@ def step_and(optim: Optim, look: Callable[[], object]) -> None:
 
 
 def check_torn(model: nn.Module, shards: Shards, optim: Optim, folder: Path) -> None:
-    """It says so from now on, and nothing is committed."""
+    """It says so from now on, and nothing is committed: with durability="step" the last step is the one before."""
     with pytest.raises(RuntimeError, match="mixture of two steps"):
         optim.step()
     with pytest.raises(RuntimeError, match="mixture of two steps"):
         tiermem.checkpoint.save(shards, optim, folder)
     assert not shards.program.is_running
     assert not folder.exists() or not list(folder.iterdir())
+    durable = survey(shards.store.folders()[0], verifies=True).steps
+    assert [(each.step, each.state) for each in durable] == [(2, "whole")] * (shards.policy.durability == "step")
 
 
-@pytest.mark.parametrize("fields", [{}, WIDENED], ids=["read", "copied"])
+@pytest.mark.parametrize("fields", [{}, WIDENED, EACH], ids=["read", "copied", "each step durable"])
 @pytest.mark.parametrize("place", [0, -1])
 def test_damaged_states_are_named_by_the_fetch_of_their_unit(
     trained: Any, place: int, fields: dict[str, Any], tmp_path: Path
@@ -467,11 +472,12 @@ LOOKS: dict[str, Callable[[nn.Module, Shards, Optim, Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("fields", [{}, EACH], ids=["", "each step durable"])
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_write_that_fails_is_raised_by_the_next_look(
-    trained: Any, look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Any, look: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, shards, optim = trained()
+    model, shards, optim = trained(**fields)
     shards.check_whole()
     loss_of(model, 5).backward()
     with open(os.devnull, "rb") as readable:

@@ -90,7 +90,8 @@ def both(
         run.shards.drop_head_start()
         stats, events = run.shards.store.stats(), run.shards.store.recorder.events
         num_read = sum(event.num_bytes for event in events if event.lane == "read" and event.name.startswith("tile"))
-        num_bytes[overlap] = [num_read, stats.nvme_written_bytes]
+        num_bytes[overlap] = [num_read, stats.nvme_written_bytes - run.shards.program.dropped_bytes]
+        num_bytes["dropped"] = [run.shards.program.dropped_bytes]
         assert stats.host_peak_bytes <= run.shards.plan.host_bytes
         assert stats.nvme_bytes <= run.shards.plan.disk_bytes
         log, num_redone = run.log, run.shards.steps.num_redone
@@ -136,7 +137,7 @@ def test_a_step_counts_when_all_is_as_assumed(home: str, tmp_path: Path, monkeyp
     """From the third step on: the first makes states, the second finds what was assumed."""
     log, num_redone, num_bytes = both(plainly, tmp_path, monkeypatch, **HOMES[home])
     assert log == ["attempt", "commit"] * (NUM_STEPS - 2)
-    assert num_redone == 0
+    assert num_redone == num_bytes["dropped"][0] == 0
     (read, written), (read_by_none, written_by_none) = num_bytes["backward"], num_bytes["none"]
     assert written == written_by_none
     assert read < read_by_none if "grads" in HOMES[home] else read == read_by_none  # memory still has gradients
@@ -173,8 +174,9 @@ def test_a_run_that_sometimes_clips_redoes_these_steps(tmp_path: Path, monkeypat
             run.micro(number)
             run.step(max_norm=1e-3 if number in (3, 7, 14) else 1e9)
 
-    log, num_redone, _ = both(train, tmp_path, monkeypatch)
+    log, num_redone, num_bytes = both(train, tmp_path, monkeypatch)
     assert num_redone == 3
+    assert num_bytes["backward"][1] == num_bytes["none"][1] and num_bytes["dropped"][0] > 0
     assert log.count("commit") == 7  # of steps 2, 6, 10 to 13, 17: one that holds is waited for, after a failure two
 
 

@@ -78,6 +78,18 @@ def test_a_saved_run_tells_its_training_and_its_building() -> None:
     assert lines_of_run({"losses": []}) == []
 
 
+def test_what_steps_that_were_made_again_wrote_is_said_apart() -> None:
+    run = {
+        "losses": [1.0, 2.0, 3.0],
+        "paths": [{"path": "/a", "written_bytes": 4 * GB, "since_made_bytes": None}],
+        "steps_redone": 1,
+        "redone_bytes": GB,
+    }
+    written, again = lines_of_run(run, 100 * TB)
+    assert written.startswith("written to /a: 4.00 GB in this run")
+    assert again == "of this 1.00 GB were written under backward and dropped: 1 of 3 steps were made again"
+
+
 def test_a_store_as_old_as_the_run_says_it_once() -> None:
     (line,) = endurance_lines([Written(A, GB, GB)], 1, 1.0)
     assert "since the store was made" not in line

@@ -36,7 +36,7 @@ def test_the_documented_keys_are_there_even_for_a_run_that_died() -> None:
     record = RunRecord()
     record.outcome = outcome()
     keys = (
-        "losses forward_s backward_s step_s iteration_s limits_s steps_redone limited_by "
+        "losses forward_s backward_s step_s iteration_s limits_s steps_redone redone_bytes limited_by "
         "tokens_per_s peak_rss_bytes memory_limit_bytes limit_kind nvme_read_bytes "
         "nvme_written_bytes num_params state_bytes kernel_read_bytes kernel_written_bytes cgroup_peak_bytes engine versions"
     )

@@ -16,7 +16,7 @@ class PlayedUnit:
     is_streamed = is_gathered = reads = is_staged = True
 
     def __init__(self, index: int, log: list[str]) -> None:
-        self.unit = cast(Any, SimpleNamespace(index=index, full_numel=1, is_in_place=False))
+        self.unit = cast(Any, SimpleNamespace(index=index, full_numel=1, takes_buffer=True))
         self.state = UnitState.HOME
         self.num_users = 0
         self.holds_stage = False
@@ -65,6 +65,14 @@ def play(num_units: int, num_full: int, num_stages: int, uses: list[int]) -> lis
         prefetcher.acquire(units[index])
         prefetcher.release(units[index])
     return log
+
+
+def test_units_that_are_used_where_they_rest_need_no_room() -> None:
+    units = [PlayedUnit(index, []) for index in range(3)]
+    prefetcher = Prefetcher(units, Order(range(3)), Limits(2, True, 2, math.inf, math.inf, math.inf))
+    assert prefetcher.has_room_for(units[:2]) and not prefetcher.has_room_for(units)
+    units[0].unit.takes_buffer = False
+    assert prefetcher.has_room_for(units)
 
 
 def test_units_are_read_and_gathered_ahead_in_the_expected_order() -> None:

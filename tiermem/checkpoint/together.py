@@ -63,7 +63,10 @@ def together(
             unheard(own is None)
         raise
     if own is not None:
-        raise own
+        try:
+            raise own
+        finally:
+            own = None  # else error and frame keep each other alive, and with them the graph of a backward that it ends
     if failed:
         text, number = _told_of(what, failed), failed[0].errno
         raise RuntimeError(text) if number is None else OSError(number, text)

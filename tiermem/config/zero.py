@@ -65,7 +65,7 @@ class OwnConfig(ConfigModel):
     accumulation: AccumulationOrder = OffloadPolicy.accumulation
     """How the micro-batches of a step run: "batches", one after the other through the model; or "layers", all of them through
     one block after the other, so that weights are read twice a step and gradients written once, whatever their number. The
-    model is then a chain of blocks, and `engine.train_batch` trains it. Stage 3 alone."""
+    model is then a chain of blocks, and `engine.train_batch` or TiermemTrainer trains it. Stage 3 alone."""
     on_nonfinite: OnNonfinite = OffloadPolicy.on_nonfinite
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same
     (not clipped, since it has no norm). Not set, and bf16.check_grad_overflow false: apply."""
@@ -91,8 +91,8 @@ class OwnConfig(ConfigModel):
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     durability: Durability = OffloadPolicy.durability
     """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every step, or never. Each durable state
-    takes its bytes on disk once more, and two of them with "step"; none halves the disk. With "step" a run that is closed
-    leaves its last step in the store's folder."""
+    takes its bytes on disk once more, and two of them with "step"; none halves the disk. With "step" a step is durable before
+    the next backward, and a run that is closed leaves its last step in the store's folder."""
     keep: PositiveCount = OffloadPolicy.keep
     """Tags that stay on the NVMe paths; saving one more drops the oldest, with a warning. Each takes its bytes on disk."""
     verify: Verify = OffloadPolicy.verify

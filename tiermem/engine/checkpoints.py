@@ -14,7 +14,7 @@ from torch import nn
 from tiermem.checkpoint.format.finding import named_folder
 from tiermem.checkpoint.interchange.write import in_own_format
 from tiermem.checkpoint.opening.loading import CustomLoad, Loaded, load
-from tiermem.checkpoint.saving.saver import Beside, make_durable, save, wait
+from tiermem.checkpoint.saving.saver import Beside, capture_step, save, wait
 from tiermem.engine.facts import Accumulation, EngineFacts
 from tiermem.swap import durable
 from tiermem.weights import SafetensorsFile, TorchFile, WeightEntry, WeightFile
@@ -204,7 +204,10 @@ class EngineCheckpoints(EngineFacts):
         )
 
     def wait_checkpoint(self) -> None:
-        """Blocks until the copy that `save_checkpoint` began is complete. Raises the copy's error."""
+        """Blocks until the copy that `save_checkpoint` began is complete, and the last step of durability="step" is durable.
+
+        Collective; raises the error of either.
+        """
         wait(self.shards)
 
     def load_checkpoint(
@@ -276,9 +279,9 @@ class EngineCheckpoints(EngineFacts):
         raise NotImplementedError
 
     def _end_step(self) -> None:
-        """Makes a finished step durable with durability="step"; else does nothing. Collective with durability="step"."""
+        """Captures a step that is to be made durable with durability="step"; else does nothing. Collective then."""
         if self.shards.policy.durability == "step":
-            make_durable(self.shards, self.optimizer, self._beside(self.step_client_state))
+            capture_step(self.shards, self.optimizer, self._beside(self.step_client_state))
 
     def _beside(self, client_state: Mapping[str, Any] | None) -> Beside:
         """Returns what a checkpoint saves beside weights and optimizer states."""

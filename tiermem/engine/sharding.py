@@ -36,10 +36,21 @@ def shard(
     """
     if policy is not None and policy.accumulation == "layers":
         raise ValueError(
-            'accumulation "layers" is the engine\'s, which sees all micro-batches of a step: use tiermem.initialize and '
-            'engine.train_batch, or set it to "batches"'
+            "accumulation \"layers\" is the engine's and TiermemTrainer's, which see all micro-batches of a step: use "
+            'tiermem.initialize and engine.train_batch, or set it to "batches"'
         )
-    shards = Shards(model, policy or OffloadPolicy(), group, device, is_trained)
+    return shard_for_passes(model, policy or OffloadPolicy(), group, device, is_trained)
+
+
+def shard_for_passes(
+    model: nn.Module,
+    policy: OffloadPolicy,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    device: torch.device | str | None,
+    is_trained: bool,
+) -> Shards:
+    """`shard` for a caller that runs the micro-batches of accumulation "layers" itself (zero/layerwise.py)."""
+    shards = Shards(model, policy, group, device, is_trained)
     if shards.policy.durability == "step":
         shards.attach(Saver(shards, saves_each_step=True))
     return shards

@@ -10,6 +10,7 @@
     moves the model to its device        does nothing: sharding places the parameters
     creates its optimizer, wraps         shards the model, builds tiermem's optimizer of the same kind with the same groups, and
                                          prepares both so that Accelerate neither wraps (DDP) nor moves them
+    gets the micro-batches of a step     with accumulation "layers" runs them block by block, and gives their losses one by one
     saves a checkpoint                   streams model.safetensors and saves a durable step instead of optimizer.pt
     logs                                 adds the store's figures: GB/s, seconds of waiting, what limited
     loads a checkpoint, the best model   opens the durable step, or streams safetensors; optimizer.pt of a plain Trainer too
@@ -21,6 +22,8 @@ and generation are the Trainer's.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -43,7 +46,7 @@ from tiermem.checkpoint.saving.saver import Beside, save, wait
 from tiermem.config.root import TiermemConfig
 from tiermem.engine.choice import OptimizerChoice, choose_optimizer, take_over
 from tiermem.engine.engine import cast_model
-from tiermem.engine.sharding import shard
+from tiermem.engine.sharding import shard_for_passes
 from tiermem.integrations.arguments import config_beside, hidden_size_of
 from tiermem.integrations.choice import (
     AUTO,
@@ -60,6 +63,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.schedule import build_scheduler
 from tiermem.swap.queue import Meter
+from tiermem.zero.layerwise import LayerwisePasses
 from tiermem.zero.shards import Shards
 
 logger = logging.getLogger("tiermem")
@@ -94,6 +98,9 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         self._shards: Shards | None = None
         self._meter: Meter | None = None  # of the sharded model's store
         self._is_owner = False  # whether this trainer has sharded the model, and closes it
+        self._passes: LayerwisePasses | None = None  # of accumulation "layers"
+        self._micros: list[Any] = []  # the micro-batches of the step
+        self._losses: list[torch.Tensor] = []  # of those that `training_step` has not been called for
         super().__init__(*args, **kwargs)
 
     @property
@@ -107,7 +114,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         With materialize the model keeps its weights as ordinary tensors (collective; takes the whole model's memory). Without
         it the weights are gone. Blocks. A second call does nothing.
         """
-        shards, self._shards, self._meter = self._shards, None, None
+        shards, self._shards, self._meter, self._passes = self._shards, None, None, None
         if shards is not None and self._is_owner:
             set_called_together(shards.model, False)
             shards.close(materialize)
@@ -223,8 +230,11 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             policy = self._policy(num_moments)
             if self._config is not None:
                 cast_model(self.model, self._config)
-            found, self._is_owner = shard(self.model, policy, device=self.args.device, is_trained=is_trained), True
+            found, self._is_owner = shard_for_passes(self.model, policy, None, self.args.device, is_trained), True
             set_called_together(self.model, found.topology.world > 1)
+            if policy.accumulation == "layers" and is_trained:
+                served = found.units, found.hooks, found.homes, found.device
+                self._passes = LayerwisePasses(self.model, *served, self.accelerator.autocast)
         self._shards = found
 
     def _policy(self, num_moments: int) -> OffloadPolicy:
@@ -236,6 +246,47 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         world, room = self.args.world_size, find_room(self.model, self.args.device)
         computed = compute_policy(self.model, num_moments, self.args.device, world, self.args.output_dir, room)
         return with_moments(computed, num_moments, keep)
+
+    # ---- accumulation "layers" -------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Keeps the micro-batches of a step for `training_step`."""
+        found = super().get_batch_samples(*args, **kwargs)
+        self._micros, self._losses = list(found[0]) if self._passes is not None else [], []
+        return found
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """As the class after the mixin; with accumulation "layers" the first call of a step computes all gradients.
+
+        Collective; blocks. Raises NoChainError where the model is no chain of blocks, ValueError for a trainer whose class has
+        a `training_step` of its own.
+        """
+        if self._passes is None:
+            found: torch.Tensor = super().training_step(model, inputs, num_items_in_batch, **kwargs)
+            return found
+        if not self._losses:
+            if super().training_step.__func__ is not Trainer.training_step:
+                raise ValueError(
+                    f'{type(self).__name__} has a training_step of its own, and accumulation is "layers", which computes the '
+                    'losses of a step\'s micro-batches together: set it to "batches"'
+                )
+            model.train()
+            given = [(model, self._prepare_inputs(each), num_items_in_batch) for each in self._micros]
+            with self._passes.step([functools.partial(self._loss, *each) for each in given]):
+                self._passes.forward()
+                self._losses = self._passes.backward(self.accelerator.backward)
+        return self._losses.pop(0)
+
+    def _loss(self, model: nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
+        """The loss of a micro-batch, whose gradients add up to those of the step."""
+        with self.compute_loss_context_manager():  # a copy, because a loss may take its labels out
+            loss: torch.Tensor = self.compute_loss(model, copy.copy(inputs), num_items_in_batch=num_items)
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            is_scaled = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
+        return loss if is_scaled else loss / len(self._micros)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, and adds to what is logged of training what the store did since the log before (`Figures`)."""

@@ -178,8 +178,8 @@ class StateTiles:
         """Restores a state from fp32 values of the form that `state` returns, exactly. Blocks.
 
         MASTER also sets the parameter, as a step does. After loading moments the caller sets the number of steps that they
-        have seen (`Shard.set_steps`). With several ranks, MASTER is collective. Raises ValueError for another number of values,
-        OSError when a transfer fails.
+        have seen (`Shard.set_steps`). With several ranks, MASTER is collective; moments become part of the last step if that is
+        still to be made durable. Raises ValueError for another number of values, OSError when a transfer fails.
         """
         pieces = self._pieces.get(shard, [])
         due = sum(elements.numel for _, elements in pieces)
@@ -187,7 +187,7 @@ class StateTiles:
             raise ValueError(
                 f"{name} of {shard.name}: {tuple(values.shape)} values were given; this rank's part has ({due},)"
             )
-        self._shards.drop_head_start()
+        self._shards.drop_head_start(is_collective=name == MASTER)
         unstarted = [tile for tile, _ in pieces if not tile.is_started]
         if unstarted:
             self._run(unstarted, TilePass(self._shards, self.names))

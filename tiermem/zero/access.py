@@ -234,7 +234,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     owners = (registry.owner_of(param) for param in model.parameters())
     shards = next((owner for owner in owners if isinstance(owner, Shards)), None)
     units = [] if shards is None else shards.units
-    streamed = [live for live in units if live.is_streamed and not live.unit.is_in_place]
+    streamed = [live for live in units if live.is_streamed and live.unit.takes_buffer]
     if shards is None or not streamed or not _has_room(shards, streamed):
         yield model
         return

@@ -61,7 +61,7 @@ class Hooks(Uncopied):
         units: all units.
         prefetcher: makes units present.
         homes: receives gradients.
-        steps: the step that may be under way when a backward begins.
+        steps: the step that may be under way when a backward begins, and is durable afterwards where that is due.
         store: its recorder gets an event for every forward and backward of a unit.
         activations: moves what checkpoints save; None: it stays.
     """
@@ -422,14 +422,14 @@ class Hooks(Uncopied):
     def watch_backward(self, grad: torch.Tensor | None = None) -> None:
         """At the first sign of a backward: clears `p.grad` and registers a callback for the end of the backward.
 
-        Finishes the last step, which reads gradients; raises its error. Raises RuntimeError in a forked child.
+        Ends the last step first. Raises its errors, and RuntimeError in a forked child.
         """
         self._store.check_process()
         if self._ending is not None:
             if self._ending() is not None:
                 return
             self._abandon_backward()  # the earlier backward ended in an exception
-        self._steps.finish()
+        self._steps.end()
         ending = self._expect_end()
         self._watched = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(ending)
@@ -442,11 +442,11 @@ class Hooks(Uncopied):
         return ending
 
     def begin_backward(self) -> None:
-        """Begins a backward, or all those of a `joined` block: finishes the last step, which reads gradients; clears `p.grad`.
+        """Begins a backward, or all those of a `joined` block: ends the last step, which reads gradients; clears `p.grad`.
 
-        Blocks; raises the error of the step.
+        Blocks; raises the errors of the step.
         """
-        self._steps.finish()
+        self._steps.end()
         self.num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()

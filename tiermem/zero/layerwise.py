@@ -324,7 +324,7 @@ class LayerwisePasses:
         needs = self._hooks.needs()
         units = {live.unit.index: live for module in block.modules() for live in needs.get(module, ())}
         held = [live for live in units.values() if live.is_streamed]
-        if not self._hooks.prefetcher.has_room_for(len(held)):
+        if not self._hooks.prefetcher.has_room_for(held):
             held = []
         taken: list[LiveUnit] = []
         try:

@@ -266,7 +266,7 @@ class Planner:
         grads, num_units, num_tiles, tile_numel, attempts = choice
         policy, sheet = self._policy, _Sheet()
         at_home = self._add_parameters(sheet)
-        streamed = [u for u in self._units if u.index in self._homes and not u.is_in_place]
+        streamed = [u for u in self._units if u.takes_buffer]
         num_units, place = min(num_units, len(streamed)), Tier.DEVICE if self._is_gpu else Tier.HOST
         needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u in streamed)
         full_sizes = (u.full_bytes for u in streamed)

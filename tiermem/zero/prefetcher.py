@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -339,7 +339,7 @@ class Prefetcher(Generic[T]):
         live.let_go()
         if not may_evict or not live.is_streamed or live.num_users or live.state is not UnitState.PRESENT:
             return
-        is_bounded = self._limits.reuse_numel < math.inf and not live.unit.is_in_place
+        is_bounded = self._limits.reuse_numel < math.inf and live.unit.takes_buffer
         if is_bounded and self._distance_numel(live) > self._limits.reuse_numel:
             self._evict(live)
 
@@ -358,9 +358,9 @@ class Prefetcher(Generic[T]):
         if live.state is not UnitState.HOME and live.is_streamed:
             self._evict(live)
 
-    def has_room_for(self, num_units: int) -> bool:
-        """Whether so many units can be in use at once."""
-        return not self._limits.is_fixed or num_units <= self._limits.num_full
+    def has_room_for(self, units: Iterable[T]) -> bool:
+        """Whether these units can be in use at once."""
+        return not self._limits.is_fixed or sum(live.unit.takes_buffer for live in units) <= self._limits.num_full
 
     def end_pass(self) -> None:
         """Ends a pass and starts to fetch the first units of the next pass, which is expected to be of the same kind.
@@ -428,7 +428,7 @@ class Prefetcher(Generic[T]):
         seen = {current.unit.index} if current else set()
         for index in self.order.upcoming():
             live = self._units[index]
-            if index not in seen and not live.unit.is_in_place:
+            if index not in seen and live.unit.takes_buffer:
                 seen.add(index)
                 ahead += live.unit.full_numel
                 if ahead > self._limits.ahead_numel or len(seen) > _MOST_AHEAD:
@@ -448,7 +448,7 @@ class Prefetcher(Generic[T]):
 
         Returns False when there is no such room. Raises RuntimeError when the unit is urgent and all buffers are in use.
         """
-        if live.unit.is_in_place:
+        if not live.unit.takes_buffer:
             return True
         limits, mine = self._limits, -1.0 if is_urgent else self.order.distance(live.unit.index)
         while len(self._full) >= limits.num_full or self._full_numel + live.unit.full_numel > limits.live_numel:

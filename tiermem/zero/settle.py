@@ -89,7 +89,7 @@ def settle(
     `TensorStore.settle` registers the memory taken here. Returns the units and what they share, which `release` ends.
     """
     units = list(units)
-    nan_bytes = max((unit.full_bytes for unit in units if not (unit.is_resident or unit.is_in_place)), default=0)
+    nan_bytes = max((unit.full_bytes for unit in units if unit.takes_buffer), default=0)
     buffers = pools.units, pools.shards, plan.units
     passage = Passage(values.store, values.steps, values.device, *buffers, nan_bytes)
     settler = _Settler(plan, policy, values, pools, passage)
@@ -154,7 +154,7 @@ class _Settler:
 
     def send_home(self, unit: Unit) -> LiveUnit:
         """Moves a unit's weights to where they rest, one parameter at a time. Collective; blocks."""
-        if unit.is_resident or unit.is_in_place:
+        if not unit.takes_buffer:
             return self._make_resident(unit)
         home, entry = self._plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
         numel = unit.shard_bytes // unit.rests_as.itemsize

@@ -279,8 +279,14 @@ class Shards:
         self.values.put_elements(live, shard.shard_offset, mine.to(live.unit.dtype))
         self.refresh(shard.param)
 
-    def check_may_change(self) -> None:
-        """Raises RuntimeError while all units are held present (changes would not reach them), and for a torn model."""
+    def check_may_change(self, is_collective: bool = True) -> None:
+        """Raises RuntimeError while all units are held present (changes would not reach them), and for a torn model.
+
+        Makes the last step durable before if that is due, unless this rank alone is about to change something. Blocks.
+        """
+        self.store.check_process()
+        if is_collective or self.topology.world == 1:
+            self.steps.commit()
         self.check_whole()
         if self.is_held:
             raise RuntimeError(
@@ -320,9 +326,9 @@ class Shards:
         live, shard = self.find(param)
         live.put_back(live.unit.shards.index(shard))
 
-    def drop_head_start(self) -> None:
+    def drop_head_start(self, is_collective: bool = True) -> None:
         """Drops states read ahead for the next step, because they are about to change. Blocks until reads have stopped."""
-        self.check_may_change()
+        self.check_may_change(is_collective)
         self.program.drop()
 
     def parameters(self) -> Iterator[tuple[LiveUnit, Shard]]:
@@ -379,7 +385,7 @@ class Shards:
         found = [] if self.is_held or self._is_closed else self._frozen.unfrozen(params)
         lives = list(dict.fromkeys(live for live, _ in found if not live.unit.is_trainable))
         if lives:
-            self.steps.finish()
+            self.steps.end()
             self.homes.forget_replaced()
             keeps_grads = not self.homes.is_empty
             plan = plan_of(found, self.model, self.plan, self.policy, self.topology, self.device, keeps_grads)
@@ -467,18 +473,21 @@ class Shards:
         With materialize the parameters become ordinary tensors with their weights (collective; takes the whole model's
         memory). Without it, parameters that are not resident show NaN. Blocks. Raises the first error of a write-back. Does
         nothing in a forked child, where parameters show NaN.
+
+        With durability="step" the last step is made durable (collective), but not on several ranks while an exception is being
+        handled, because the other ranks may be elsewhere.
         """
         if self._is_closed:
             return
         self._is_closed = True
         try:
+            for each in self._attached:
+                each.close()
             self.steps.finish()
             self.program.drop()
             self.prefetcher.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.store.settle()
-            for each in self._attached:
-                each.close()
         finally:
             self.hooks.remove()
             for handle in self._handles:

@@ -13,6 +13,9 @@
         RestingParameter     `ds_tensor`, a view of weights in host memory
         Shards.close         the end
 
+    commit     makes the step durable if that is due (durability="step"). All ranks do this together, so it has fixed places in
+               their program: the begin of the next backward, or before it the next step, save, load, change of values or close
+
 Errors of reads, checksums and kernels are raised by the fetch of a unit that needs them, all others by `finish`. Either way the
 model is torn afterwards: its states are of two different steps.
 """
@@ -53,6 +56,7 @@ class StepRun:
         self.is_torn = False  # a step or a restore failed half-way
         self.num_redone = 0  # steps whose tiles were stepped in backward, dropped and stepped again
         self._program = program
+        self._due: Callable[[], None] | None = None  # what `commit` calls, once
 
     def start(
         self,
@@ -108,10 +112,33 @@ class StepRun:
         finally:
             self.is_torn |= not self._program.is_running and self._program.has_failed
 
+    def commit_later(self, act: Callable[[], None] | None) -> None:
+        """Sets what the next `commit` calls: it finishes the step and makes it durable. None: nothing."""
+        self._due = act
+
+    def commit(self) -> None:
+        """Makes the step durable if that is due. Collective then; blocks; raises the errors of the step and of the commit.
+
+        Afterwards it is not due, also after an error, but after an interrupt it is.
+        """
+        if self._due is None:
+            return
+        try:
+            self._due()
+        except Exception:
+            self._due = None
+            raise
+        self._due = None
+
+    def end(self) -> None:
+        """`commit`, then `finish`."""
+        self.commit()
+        self.finish()
+
     def abandon(self) -> None:
         """Ends the step under way early, and forgets failures, because every state is about to be replaced. Blocks."""
         self._program.drop()
-        self.is_torn = False
+        self.is_torn, self._due = False, None
 
     @contextlib.contextmanager
     def changing_all(self) -> Iterator[None]:

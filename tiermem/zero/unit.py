@@ -268,6 +268,11 @@ class Unit:
         self.is_trainable = self.was_unfrozen = True
 
     @property
+    def takes_buffer(self) -> bool:
+        """Whether a fetch fills a buffer with it. Not if it is always present, or used where it rests."""
+        return not (self.is_resident or self.is_in_place)
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of the full layout."""
         return self.full_numel * self.full_dtype.itemsize

@@ -334,7 +334,7 @@ class UnitMemory:
         self.travels = narrow_part(full, unit.dtype) if unit.is_widened else full  # what a copy or a gather fills
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
-        if not (unit.is_resident or unit.is_in_place):
+        if unit.takes_buffer:
             self._nan = passage.nan_storage(unit.full_bytes)
         self.free()
 

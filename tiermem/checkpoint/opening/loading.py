@@ -298,7 +298,12 @@ def load(
     """
     beside = (("scheduler", scheduler), ("loss_scaler", loss_scaler), ("data", loader))
     asked = Asked(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn, beside)
-    candidates = _candidates(shards, named_folder("load_dir", load_dir), tag, newest)
+    where = named_folder("load_dir", load_dir)
+    try:
+        shards.steps.commit()  # of durability="step": before the newest step is looked for
+    except (OSError, RuntimeError) as error:
+        logger.warning("the last step is not made durable: %s", error)
+    candidates = _candidates(shards, where, tag, newest)
     own = frozenset(Owner(*json.loads(each)) for each in exchange(shards.topology, json.dumps(this_process())))
     for number, each in enumerate(candidates):
         older = candidates[number + 1 :]

@@ -97,8 +97,11 @@ class Captures:
 
 
 def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
-    """The states that every rank holds whole: buffers, ordinary parameters and their states."""
-    held = [(names[0], buffer) for names, buffer in buffers(shards.model)] + _ordinary(shards, optimizer)
+    """The states that every rank holds whole: ordinary parameters and their states, and copies of buffers.
+
+    A forward may change a buffer before it is written.
+    """
+    held = [(names[0], buffer.clone()) for names, buffer in buffers(shards.model)] + _ordinary(shards, optimizer)
     for name, tensor in held:
         if not tensor.numel():
             continue

@@ -1,6 +1,7 @@
 """Commit: makes a durable step of a sharded model in the store's own files. States on NVMe are not copied.
 
-    every rank   store.freeze (pending writes end, files are synced) -> states in memory to data-<commit>.bin -> part
+    every rank   the step ends -> store.freeze (pending writes end, files are synced) -> states in memory to data-<commit>.bin
+                 -> part
     together     exchange sizes and checksums, or errors
     rank 0       manifest -> <dir>/<tag>/tiermem.json -> <dir>/latest -> remove the manifests of dropped steps
     together     exchange rank 0's result
@@ -123,7 +124,7 @@ class Commits:
 
     tags    The newest `keep` tags stay, tags of earlier runs in the same folder included (publish.py). An older tag is dropped,
             with a warning that names it.
-    steps   durability="step" makes a commit without a tag after every optimizer step. The next such commit drops it, and so
+    steps   durability="step" makes a commit without a tag for every optimizer step. The next such commit drops it, and so
             does a tag from which a run can continue (`Content.is_whole`).
     """
 
@@ -135,7 +136,7 @@ class Commits:
         self._opened: Path | None = None  # manifest of an earlier run's untagged step that this model was loaded from
 
     def make(self, content: Content) -> None:
-        """Makes the states durable as they are now. Collective; blocks. Errors: see the module."""
+        """Makes the states durable as they are now. Collective; blocks. Errors: see the module, and those of the step."""
         self.number += 1
         commit, topology, talk = self.number, self._shards.topology, talk_over(self._shards.topology)
         with contextlib.ExitStack() as undo:
@@ -167,6 +168,7 @@ class Commits:
     def _save_own(self, content: Content, commit: int, undo: contextlib.ExitStack) -> tuple[Kept, Any]:
         """Freezes, and writes this rank's data and part; `undo` reverts both. Also returns the values for other ranks."""
         shards, rank = self._shards, self._shards.topology.rank
+        shards.check_whole()
         freeze = shards.store.freeze()
         undo.callback(shards.store.thaw, freeze)
         files = [each.absolute() for each in freeze.files()]  # a reader may have another working directory

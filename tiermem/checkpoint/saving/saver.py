@@ -1,21 +1,28 @@
 """Save: makes a sharded model's states durable, in the store's own files or as a complete copy in another folder.
 
     save           a tag: `<dir>/<tag>/tiermem.json` names its manifest        commit.py, copies.py
-    make_durable   the current step, without a tag: durability="step"          commit.py
-    wait           blocks until copies are complete
+    make_durable   the current step, without a tag                             commit.py
+    capture_step   the current step of durability="step", perhaps later        commit.py
+    wait           blocks until the last step is durable and copies are complete
 
     in the store's files   states on NVMe are not copied: files are synced and a manifest is written
     a complete copy        with `copy`, when `save_dir` is on another file system than a rank's first path, when no state
                            rests on NVMe, and with durability="none"; if one rank must copy, all ranks copy
+
+A step that goes on under the next forward is made durable when it has ended (`StepRun.commit` says where). All that a forward
+changes is captured when the step returns: counters, generators, the position in the data, buffers.
 
 Gradients are not saved. Between backward and step, a saved model therefore lacks its accumulated gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,11 +42,13 @@ from tiermem.checkpoint.saving.publish import Content, remove_unfinished
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import Tier
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.entry import Freeze
 from tiermem.swap.errors import Place
 from tiermem.swap.paths import as_paths
 from tiermem.zero.shards import Shards
+from tiermem.zero.step_run import overlap_of
 
 # ---- the durable steps that a corruption does not touch --------------------------------------------------------------
 
@@ -121,7 +130,6 @@ class Saver:
 
     def save(self, content: Content, copies: bool) -> None:
         """Makes a tag, or a step without a tag, durable. Collective; blocks, but not for a copy's thread."""
-        self._shards.check_whole()
         self.wait()
         if content.save_dir is not None and self._shards.topology.rank == 0:
             remove_unfinished(content.save_dir)
@@ -135,8 +143,14 @@ class Saver:
         has_free_slot = len(self.commits.steps) + 2 <= self._shards.policy.num_slots
         self._copies.make(content, self.commits.number, has_free_slot)
 
+    def commit(self, content: Content) -> None:
+        """Makes a captured step durable. Collective; blocks for a running copy, and raises its error."""
+        self._copies.wait()
+        self.commits.make(content)
+
     def wait(self) -> None:
-        """Blocks until no copy is running. Raises the error of a failed copy, once."""
+        """Blocks until the last step is durable, if that is due, and no copy is running. Raises the error of either, once."""
+        self._shards.steps.commit()
         self._copies.wait()
 
     @property
@@ -145,14 +159,22 @@ class Saver:
         return bool(self.commits.steps)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the step durable if durability="step". Collective then; blocks; raises as `save`."""
+        """`capture_step`, if durability="step". Collective then."""
         if self._saves_each_step:
             assert isinstance(optimizer, NativeOptimizer)
-            make_durable(self._shards, optimizer)
+            capture_step(self._shards, optimizer)
 
     def close(self) -> None:
-        """Waits for a running copy; raises its error."""
-        self.wait()
+        """Makes the last step durable if that is due, and waits for a running copy. Raises the error of either.
+
+        Not if the step has failed and its error was raised, nor on several ranks while an exception is being handled.
+        """
+        steps = self._shards.steps
+        if self._shards.topology.world > 1 and sys.exc_info()[0] is not None:
+            steps.commit_later(None)
+        with contextlib.suppress(*[RuntimeError] if steps.is_torn else []):
+            steps.commit()
+        self._copies.wait()
 
 
 @no_collection()
@@ -199,6 +221,7 @@ def save(
 
     def draft() -> _Draft:
         folder = named_folder("save_dir", save_dir).absolute()
+        shards.check_whole()
         return _draft(shards, optimizer, found, folder, tag, save_latest, exclude_frozen_parameters, copy)
 
     saver.save(*_agree(shards, draft, tag_validation))
@@ -208,12 +231,29 @@ def save(
 @no_collection()
 def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
     """Makes the current step durable without a tag; it replaces the last such step. Collective; blocks; raises as `save`."""
-    saver, found = saver_of(shards), beside or Beside()
-    saver.save(*_agree(shards, lambda: _draft(shards, optimizer, found), "Ignore"))
+    capture_step(shards, optimizer, beside)
+    shards.steps.commit()
+
+
+@no_collection()
+def capture_step(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
+    """Captures the current step, which the next `StepRun.commit` makes durable; at once where no step goes on.
+
+    Collective; blocks; raises as `save`, and that `commit` does.
+    """
+    saver, found, steps = saver_of(shards), beside or Beside(), shards.steps
+    steps.commit()
+    content, _ = _agree(shards, lambda: _draft(shards, optimizer, found), "Ignore")
+    steps.commit_later(functools.partial(saver.commit, content))
+    if overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) == "none":
+        steps.commit()
 
 
 def wait(shards: Shards) -> None:
-    """Blocks until no copy of a model is running. Collective if one is; raises the error of a failed copy."""
+    """Blocks until the last step is durable, with durability="step", and no copy of a model is running.
+
+    Collective if there is anything to wait for; raises the error of a failed commit or copy.
+    """
     saver = shards.find_attached(Saver)
     if saver is not None:
         saver.wait()
@@ -248,7 +288,6 @@ def _draft(
     copies: bool = False,
 ) -> _Draft:
     """The content that a rank would save: a tag of `save_dir`, or without `save_dir` a step without a tag."""
-    shards.check_whole()
     steps = int(beside.engine.get("global_steps", max((s.num_steps for _, s in shards.parameters()), default=0)))
     if save_dir is not None:
         tag = f"global_step{steps}" if tag is None else str(tag)
