@@ -42,6 +42,7 @@ class ShardedModel:
         self._shards = shards
         self._find_rule = find_rule
         self.tiles = StateTiles(shards, find_rule)
+        shards.homes.store.call_on_reuse(shards.program.forget)
         self._tentative: TentativeStep | None = None
         if shards.policy.wanted_overlap(shards.plan.states, is_accelerator(shards.device)) == "backward":
             self._tentative = TentativeStep(shards, self.tiles, self._step_of)

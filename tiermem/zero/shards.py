@@ -525,7 +525,6 @@ class Shards:
         move_buffers(self.model, self.device)
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
         self.homes = GradientHomes(trainable, self.plan, self.store, self.topology, workers, pools, policy, self.steps)
-        self.homes.store.call_on_reuse(self.program.forget)
         self.store.settle()
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
