@@ -9,7 +9,8 @@ It reads, depending on what was written before and what the work needs (zero/sta
 
 It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for steps of states that rest
 on an accelerator: these run there, and data that rests elsewhere is copied there and back. The CPU steps other tiles meanwhile;
-`finish` waits for what is copied back. Data in a tile's buffer is waited for before the buffer is written or used again.
+`finish` tells when what is copied back is there. Data in a tile's buffer, and gradients of a caller, are waited for before
+their memory is written or used again.
 Gradients that rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own.
 
 The work on a tile is a function of the `Places` of each parameter in it:
@@ -153,16 +154,15 @@ class TilePass:
             self._copies.clear()
             if self._has_crossed:
                 self._has_crossed, self._copied = False, record(current_stream(self._store.device))
-                if tile.live.shard is None or self._reads_gradients:  # they are in the buffer
-                    self.finish()
+                if tile.live.shard is None or self._reads_gradients or self._grads is not None:
+                    self._copied.synchronize()  # the caller writes, or uses again, the memory that they are in
         if self.is_step:
             self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
 
     def finish(self) -> None:
-        """Blocks until what an accelerator has stepped is in host memory, if it rests there."""
-        copied, self._copied = self._copied, None
-        if copied is not None:
-            copied.synchronize()
+        """Ends the pass. Does not wait until an accelerator has brought weights to host memory: `StepRun` has the event."""
+        if self._copied is not None:
+            self._shards.steps.note_copied(self._copied)
 
     def name(self, tile: Tile) -> str:
         """Its name in events and errors."""

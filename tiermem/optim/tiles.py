@@ -26,8 +26,6 @@ from tiermem.optim.tile_step import Act, RuleOf, Stepping, TilePass, Visitor, vi
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream
 from tiermem.swap.native import narrow_part, widen_part
-from tiermem.swap.ranges import round_up
-from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.collectives import total
 from tiermem.zero.plan import Plan, keeps_initial_master
 from tiermem.zero.shards import Shards
@@ -80,11 +78,12 @@ class StateTiles:
         tiles = self._at_home([tile for live in lives for tile in self._cut(live, self._num_moments)])
         if any(tile.entry in self._store for tile in tiles):
             raise ValueError("this model has an optimizer already: make one optimizer with several parameter groups")
-        there = [round_up(tile.state_bytes, ALIGNMENT) for tile in tiles if tile.home is Tier.DEVICE]
-        self._store.on_device.reserve("state/", sum(there))
-        for tile in tiles:
-            if tile.state_bytes:  # plain SGD of fp32 parameters has no states
-                self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home)
+        resting = [tile for tile in tiles if tile.state_bytes]  # plain SGD of fp32 parameters has no states
+        for tile in resting:
+            if tile.home is Tier.DEVICE:
+                self._store.on_device.reserve(tile.entry, tile.state_bytes)  # all in one slab
+        for tile in resting:
+            self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home)
         self._set([*self.tiles, *tiles])
         if keeps_sums(self._shards.policy):
             self._protect(tiles)

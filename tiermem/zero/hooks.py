@@ -429,7 +429,7 @@ class Hooks(Uncopied):
             if self._ending() is not None:
                 return
             self._abandon_backward()  # the earlier backward ended in an exception
-        self._steps.finish()
+        self._steps.end()
         ending = self._expect_end()
         self._watched = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(ending)
@@ -446,7 +446,7 @@ class Hooks(Uncopied):
 
         Blocks; raises the error of the step.
         """
-        self._steps.finish()
+        self._steps.end()
         self.num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()

@@ -279,21 +279,25 @@ class Shards:
         self.values.put_elements(live, shard.shard_offset, mine.to(live.unit.dtype))
         self.refresh(shard.param)
 
-    def check_may_change(self) -> None:
-        """Raises RuntimeError while all units are held present (changes would not reach them), and for a torn model."""
-        self.check_whole()
+    def check_may_change(self, is_step: bool = False) -> None:
+        """Raises RuntimeError while all units are held present (changes would not reach them), and for a torn model.
+
+        is_step: a step follows. What an accelerator still copies to host memory for the last one is not waited for: a step on
+        the CPU writes other elements, one on the accelerator comes after it.
+        """
+        self.check_whole(is_step)
         if self.is_held:
             raise RuntimeError(
                 "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: leave its block first"
             )
 
-    def check_whole(self) -> None:
+    def check_whole(self, is_step: bool = False) -> None:
         """Finishes the step under way, then raises RuntimeError when the model's states are of two different steps.
 
-        Raises the error of that step, and RuntimeError in a forked child. Blocks.
+        Raises the error of that step, and RuntimeError in a forked child. Blocks. is_step: as in `check_may_change`.
         """
         self.store.check_process()
-        self.steps.finish()
+        self.steps.end() if is_step else self.steps.finish()
         if self.steps.is_torn:
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
