@@ -4,7 +4,8 @@ torch's allocator rounds each allocation up, CUDA's to multiples of 2 MiB. Tenso
 the device holds their bytes and one rounding. A slab may leave: its bytes are copied to HOST memory and its device memory is
 freed, for another program. When it comes back, its tensors are views of the same storage, at another address.
 
-    reserve(kind, bytes) --> a slab --take--> Slot --give_back--> free; a slab without slots goes back to torch
+    reserve, for each slot of a kind --first take--> one slab for all --take--> Slot --give_back--> free
+    a slab without slots goes back to torch
 
     a kind:  THERE --leave--> AWAY --come_back--> THERE
 """
@@ -12,7 +13,7 @@ freed, for another program. When it comes back, its tensors are views of the sam
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 
 import torch
 
@@ -43,19 +44,23 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slabs: list[_Slab] = []
+        self._due: dict[str, int] = {}  # bytes of announced slots that no slab has room for yet, by kind
         self._kinds_away: set[str] = set()
-        self._away: list[tuple[_Slab, torch.Tensor]] = []  # slabs that have left, each with its bytes in HOST memory
+        self._away: list[tuple[_Slab, torch.Tensor | None]] = []  # what has left, each with its bytes in HOST memory
         self._arena: Arena | None = None  # has those bytes
         self._lock = threading.Lock()  # guards everything above
 
     def reserve(self, name: str, num_bytes: int) -> None:
-        """Allocates a slab for later slots of the kind of this name. Raises torch's OutOfMemoryError."""
-        if num_bytes:
-            with self._lock:
-                self._slabs.append(_Slab(_kind_of(name), round_up(num_bytes, ALIGNMENT), self._device))
+        """Announces a slot of the kind of this name: the next slab of the kind has room for it. Allocates nothing."""
+        kind = _kind_of(name)
+        with self._lock:
+            self._due[kind] = self._due.get(kind, 0) + round_up(num_bytes, ALIGNMENT)
 
     def take(self, name: str, num_bytes: int) -> Slot:
-        """A slot, content undefined, of a slab of its kind, or of a new one. Raises torch's OutOfMemoryError."""
+        """A slot, content undefined, of a slab of its kind, or of a new one. Raises torch's OutOfMemoryError.
+
+        The memory is that of the stream that is current when its slab is made: other streams have to wait for it.
+        """
         size, kind = round_up(num_bytes, ALIGNMENT), _kind_of(name)
         with self._lock:
             for slab in self._slabs:
@@ -63,7 +68,7 @@ class DeviceMemory:
                 if start is not None:
                     break
             else:
-                slab, start = _Slab(kind, size, self._device), 0
+                slab, start = _Slab(kind, max(size, self._due.pop(kind, 0)), self._device), 0
                 slab.free.take(size)
                 self._slabs.append(slab)
             slab.num_slots += 1
@@ -83,52 +88,53 @@ class DeviceMemory:
         """Bytes of the slabs of these kinds that are there."""
         return sum(slab.memory.numel() for slab in self._there(kinds))
 
-    def leave(self, kinds: Collection[str], beside: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    def leave(self, kinds: Collection[str], without_bytes: Collection[str] = ()) -> None:
         """Copies the slabs of these kinds to HOST memory, pinned if there is a driver, and frees their memory. Blocks.
 
-        beside: other tensors of the device whose bytes are copied, too; returns the copies, valid until `come_back`. Work on
-        other streams must be waited for by the current stream. Raises RuntimeError for a second call, OSError when there is no
-        HOST memory; then nothing has left. Until `come_back` tensors of these kinds have no memory: `check_there` says so.
+        without_bytes: kinds that leave, too, and whose content is undefined when they have come back. Work on other streams
+        must be waited for by the current stream. Raises RuntimeError for a second call, OSError when there is no HOST memory;
+        then nothing has left. Until `come_back` tensors of these kinds have no memory: `check_there` says so.
         """
         if self._kinds_away:
             raise RuntimeError("device memory has left already: let it come back first")
         due = self._there(kinds)
-        whole = [*(slab.memory for slab in due), *(each.view(torch.uint8) for each in beside)]
-        total = sum(round_up(each.numel(), ALIGNMENT) for each in whole)
         copies: list[torch.Tensor] = []
-        if total:
+        if due:
+            total = sum(slab.memory.numel() for slab in due)
             arena = Arena(total, total)
             try:
-                slots = [arena.take(each.numel(), "device memory that leaves", crosses_link=True) for each in whole]
+                slots = [arena.take(each.memory.numel(), "memory that leaves", crosses_link=True) for each in due]
                 if is_accelerator(self._device):
                     arena.pin(self._device)
-                copies = [slot.tensor.copy_(each, non_blocking=True) for slot, each in zip(slots, whole, strict=True)]
+                for each, slot in zip(due, slots, strict=True):
+                    copies.append(slot.tensor.copy_(each.memory, non_blocking=True))
                 self._await_copies()
             except BaseException:
                 arena.close()
                 raise
             self._arena = arena
-        self._kinds_away = set(kinds)
-        self._away = list(zip(due, copies, strict=False))
-        for slab in due:
+        self._away = [(slab, None) for slab in self._there(without_bytes)] + list(zip(due, copies, strict=True))
+        self._kinds_away = {*kinds, *without_bytes}
+        for slab, _ in self._away:
             slab.memory.untyped_storage().resize_(0)
-        return copies[len(due) :]
 
-    def come_back(self, restore: Callable[[], None] = lambda: None) -> None:
-        """Brings back what has left; `restore` copies what was beside it. Blocks. Does nothing when nothing has left.
+    def come_back(self) -> None:
+        """Brings back what has left. Blocks until it is there, for every stream. Does nothing when nothing has left.
 
         Raises torch's OutOfMemoryError; what did not fit is still in HOST memory then, and a later call goes on.
         """
+        if not self._kinds_away:
+            return
         while self._away:
             slab, bytes_of = self._away[-1]
-            slab.memory.untyped_storage().resize_(bytes_of.numel())
-            slab.memory.copy_(bytes_of, non_blocking=True)
+            slab.memory.untyped_storage().resize_(slab.memory.numel())
+            if bytes_of is not None:
+                slab.memory.copy_(bytes_of, non_blocking=True)
             self._away.pop()
-        restore()
+        self._await_copies()
         self._kinds_away.clear()
         arena, self._arena = self._arena, None
         if arena is not None:
-            self._await_copies()
             arena.close()
 
     def check_there(self, name: str) -> None:

@@ -3,12 +3,13 @@
     load()      builds the simulator if needed and makes the device type "sim", before the process's first backward
     torch.sim   this module, with the names that torch.cuda uses, and the simulator's own:
 
-        set_schedule("at_once" | "late" | "random:SEED")    how late streams run
+        set_schedule("at_once" | "late" | "random:SEED" | "main_first" | "side_first")    how late streams run
         pending()                                           operations that are issued and not done
         host_waits(), copies()                              waits by thread; bytes each way, pageable copies
         undeferred()                                        operators that ran at once, for want of a Meta kernel
         reset_counts()                                      of these three
         set_capacity(bytes, device)                         for torch.OutOfMemoryError
+        set_segments_like_cudas(bool)                       whether segments are 2 MiB, 20 MiB or multiples of 2 MiB
         set_strict_frees(bool)                              whether freed memory is overwritten at once, as it is
         host_register(address, bytes), host_unregister(address), registered(), set_register_limit(bytes)
         record(True), recording(), mark(...)                what clock.py replays
@@ -32,7 +33,7 @@ import torch
 
 from . import build, group
 
-SCHEDULES = ["at_once", "late", *(f"random:{seed}" for seed in range(20))]
+SCHEDULES = ["at_once", "late", "main_first", "side_first", *(f"random:{seed}" for seed in range(20))]
 """A correct program computes the same under each of them."""
 
 _Device = torch.device | str | int | None
@@ -232,6 +233,11 @@ def mem_get_info(device: _Device = None) -> tuple[int, int]:
     return torch._C._accelerator_getMemoryInfo(_index(device))
 
 
+def set_segments_like_cudas(are_alike: bool) -> None:
+    """Sets whether segments have the sizes of CUDA's. Call it while nothing is allocated or cached."""
+    _sim.set_segments_like_cudas(are_alike)
+
+
 def set_capacity(num_bytes: int, device: _Device = None) -> None:
     """Sets the bytes that a device can reserve. Fewer than are reserved: the next new segment fails."""
     _sim.set_capacity(_index(device), num_bytes)
@@ -312,17 +318,21 @@ def reset() -> None:
             reset_peak_memory_stats(index)
     set_register_limit(None)
     set_strict_frees(True)
+    set_segments_like_cudas(False)
     set_schedule(os.environ.get("TIERMEM_SIM_SCHEDULE", "at_once"))
     manual_seed_all(0)
     reset_counts()
 
 
 def set_schedule(schedule: str) -> None:
-    """Runs streams "at_once", as "late" as a thread waits, or at "random:SEED". What is pending stays pending."""
+    """Runs streams "at_once", as "late" as a thread waits, or at "random:SEED". What is pending stays pending.
+
+    "main_first": the default streams at once, all others late; "side_first": the other way round.
+    """
     kind, _, seed = schedule.partition(":")
-    kinds = {"at_once": _sim.Schedule.AT_ONCE, "late": _sim.Schedule.LATE, "random": _sim.Schedule.RANDOM}
+    kinds = {name.lower(): value for name, value in _sim.Schedule.__members__.items()}
     if kind not in kinds or (seed and not seed.isdecimal()):
-        raise ValueError(f"schedule {schedule!r}: at_once, late or random:SEED")
+        raise ValueError(f"schedule {schedule!r}: at_once, late, main_first, side_first or random:SEED")
     _sim.set_schedule(kinds[kind], int(seed or 0))
 
 

@@ -30,7 +30,8 @@ from tiermem.zero.gradient_store import GradientStore
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.reduce import Reducer
-from tiermem.zero.unit_memory import Passage, StagedRead, Stages, UnitMemory
+from tiermem.zero.step_run import StepRun
+from tiermem.zero.unit_memory import Passage, StagedRead, Stages, UnitMemory, UnitSlots
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import Values
 
@@ -56,7 +57,7 @@ MUTANTS = {
     ),
     "a slot is filled before its last users have ended": Mutant(
         UnitMemory, "allocate", "self._allocated = record(self._owner)",
-        "self._allocated = record(current_stream(self._owner.device))", "on_side_streams", "host"
+        "self._allocated = record(current_stream(self._owner.device))", "two_streams_one_backward", "host"
     ),
     "the stream of a second use is forgotten": Mutant(
         LiveUnit, "use", "self.memory.use()", "pass", "on_side_streams", "host"
@@ -127,9 +128,8 @@ MUTANTS = {
         ShardedModel, "_regather", "self._shards.values.regather(live.unit, live.shard, live.memory)", "pass", "plain",
         "states on host",
     ),
-    "a step does not wait for what the device has stepped": Mutant(
-        TilePass, "finish", "record(current_stream(self._store.device)).synchronize()", "pass", "read_after_steps",
-        "host, half of the states",
+    "a step does not wait for tiles that were sent": Mutant(
+        TilePass, "finish", "copied.synchronize()", "pass", "read_after_steps", "host, most sent"
     ),
     "a buffer is written before the device has stepped what it holds": Mutant(
         TilePass, "compute", "return ended if slot is not None else None", "return None", "plain", "nvme, half of the states"
@@ -148,6 +148,18 @@ MUTANTS = {
     ),
     "a buffer is written before a tile that is sent has come back": Mutant(
         Program, "_end_work", "rest()", "pass", "plain", "nvme, sent"
+    ),
+    "weights are read before the device has brought what it stepped": Mutant(
+        StepRun, "finish", "copied.synchronize()", "pass", "read_after_steps", "host, half of the states"
+    ),
+    "what the device brings of a step is not noted": Mutant(
+        TilePass, "finish", "self._shards.steps.note_copied(copied)", "pass", "batches_there", "host, states on device"
+    ),
+    "weights go to the device before it has brought what it stepped": Mutant(
+        Passage, "await_written", "self.copies.wait_event(self.steps.copied)", "pass", "batches_there", "host, states on device"
+    ),
+    "gradients become zeros before the device has read them": Mutant(
+        GradientHomes, "write_zeros", "self._steps.finish()", "pass", "zeroed", "host, half of the states"
     ),
     "a tile is stepped before its gradients are there": Mutant(
         TilePass, "bring", "copied.synchronize()", "pass", "plain", "host, gradients on device"
@@ -176,6 +188,31 @@ MUTANTS = {
     "two tiles have one place on the device": Mutant(
         DeviceMemory, "take", "slab.free.take(size) if slab.kind == kind else None", "0 if slab.kind == kind else None",
         "plain", "device",
+    ),
+    "slots are filled before what their memory held has been used": Mutant(
+        UnitSlots, "__init__", "owner.wait_stream(current_stream(owner.device))", "pass", "sharded_again", "host"
+    ),
+    "memory of a closed model is still filled": Mutant(
+        Passage, "close", "current_stream(self.device).wait_stream(self.copies)", "pass", "sharded_again", "device"
+    ),
+    "units are held in memory that is not there yet": Mutant(
+        LiveUnit, "keep", "self.memory.begin_filling()", "pass", "kept_present", "host"
+    ),
+    "memory is unregistered while what leaves is copied to it": Mutant(
+        DeviceMemory, "leave", "self._await_copies()", "pass", "left_and_closed", "host"
+    ),
+    "buffers are let go while they are copied": Mutant(
+        Stages, "settle", ".synchronize()", "", "inference", "nvme"
+    ),
+    "a buffer is let go with a unit that is dropped while it is copied": Mutant(
+        LiveUnit, "drop", "read = coming.copied if isinstance(coming, StagedRead) else None", "read = None",
+        "after_exceptions", "nvme"
+    ),
+    "weights on the device are widened before the step has written them": Mutant(
+        LiveUnit, "outdate", "self._passage.note_outdated()", "pass", "widened", "device"
+    ),
+    "an input that is dropped while it comes is let go": Mutant(
+        _Passing, "__del__", "self.tensor.record_stream(self.stream)", "pass", "activations_of_reentrant_blocks", "host"
     ),
     "what left comes back to other places": Mutant(
         DeviceMemory, "come_back", "slab.memory.copy_(bytes_of, non_blocking=True)", "pass", "slept", "device"

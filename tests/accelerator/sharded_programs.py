@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
 from tiermem.config.io import OffloadState
 from tiermem.engine.facts import offload, reload
+from tiermem.swap.store import TensorStore
 
 Found = dict[str, Any]
 
@@ -55,6 +57,11 @@ class Place:
         with stream:
             yield
         before.wait_stream(stream)
+
+    def settle(self) -> None:
+        """Waits for the device: what any stream still does to memory that others use by now has happened then."""
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
 
 
 Program = Callable[[Place], Found]
@@ -275,6 +282,67 @@ def read_after_steps(place: Place) -> Found:
             losses.append(_step(place, model, optim, step))
             read.append({str(number): shards.weight(layer.up.weight) for number, layer in enumerate(model.layers)})
         return found(shards, model, optim, losses) | {f"read {step}": values for step, values in enumerate(read)}
+
+
+def sharded_again(place: Place) -> Found:
+    """Memory of a model is used for other values, and theirs for the next model, while work in it may be pending."""
+    tokens, outputs = batch(0)[0].to(place.device), []  # a copy of them would wait for the device
+    for step in range(2):
+        model = seeded(Tower, step).bfloat16()
+        policy = dataclasses.replace(place.policy, compute_dtype="fp32")
+        with tiermem.shard(model, policy, device=place.device, is_trained=False), torch.no_grad():
+            outputs.append(model(tokens).float().square().mean())
+        del model
+        gc.collect()  # for the memory, which circles of objects hold
+        others = torch.full((3 << 13,), 3.0 + step, device=place.device)  # as large as the slots
+        place.settle()
+        outputs.append(others.square().sum())
+        del others
+    return {"losses": [each.item() for each in outputs]}
+
+
+def batches_there(place: Place) -> Found:
+    """Batches lie on the device before training, so that no copy of them waits for the step before."""
+    batches = [[each.to(place.device) for each in batch(step)] for step in range(4)]
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for tokens, targets in batches:
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+        return found(shards, model, optim, losses)
+
+
+def kept_present(place: Place) -> Found:
+    """All units are held present, twice; what they compute is pending when they are let go, and when they are held again."""
+    model, losses = seeded(Tower), []
+    tokens, targets = (each.to(place.device) for each in batch(0))  # a copy of them would wait for the device
+    with tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards, torch.no_grad():
+        for _ in range(2):
+            with tiermem.zero.unwrap_model_for_generation(model):
+                losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+                losses.append(model.head.weight.square().sum())
+        with tiermem.zero.unwrap_model_for_generation(model):
+            place.settle()
+            losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+        return found(shards, model, None, losses)
+
+
+def left_and_closed(place: Place) -> Found:
+    """A store's memory on the device leaves, comes back, and has left again when the store is closed."""
+    with TensorStore(device=torch.device(place.device)) as store:
+        store.reserve("kind/name", (5000,), torch.float32, Tier.DEVICE)
+        values = store.view("kind/name").fill_(1.5)
+        for _ in range(2):
+            store.on_device.leave(["kind"])
+            store.on_device.come_back()
+        total = values.sum().item()
+        values.mul_(2.0)
+        store.on_device.leave(["kind"])
+    return {"losses": [total]}
 
 
 def evaluated_between(place: Place) -> Found:
@@ -569,7 +637,7 @@ PROGRAMS: dict[str, Program] = {
         plain, clipped, zeroed, in_bf16, accumulated, checkpointed, checkpointed_reentrantly, tied, frozen, stepped_in_backward,
         clipped_by_torch, autocast, scaled_by_torch, in_fp16,
         read_after_steps, evaluated_between, inference, on_side_streams, two_streams_one_backward, after_exceptions,
-        loaded_while_copies_are_pending,
+        loaded_while_copies_are_pending, sharded_again, batches_there, kept_present, left_and_closed,
         saved_and_resumed, state_dicts_moved, called_by_parts, pageable_copies, widened,
         activations_on_host, activations_on_nvme, activations_of_reentrant_blocks,
         frozen_in_nf4, unfrozen, one_matrix_of_muon,

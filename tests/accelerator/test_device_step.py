@@ -336,27 +336,31 @@ def test_a_read_that_fails_beside_tiles_that_are_sent_ends_their_copies(sim: Mod
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "num_waits"),
     [
-        {"optim_ratio": 0.0},
-        {"optim_ratio": 0.5},
-        {"streamed_ratio": 0.5},
-        {"streamed_ratio": 1.0, "params": Tier.NVME, "optim": Tier.NVME},
-        {"streamed_ratio": 0.5, "params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE},
+        ({"optim_ratio": 0.0}, 1),
+        ({"optim_ratio": 0.5}, 0),
+        ({"streamed_ratio": 0.5}, 1),
+        ({"streamed_ratio": 1.0, "params": Tier.NVME, "optim": Tier.NVME}, 1),
+        ({"streamed_ratio": 0.5, "params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE}, 2),
     ],
 )
-def test_a_step_waits_for_the_device_twice_at_most(fields: dict[str, Any], sim: ModuleType, tmp_path: Path) -> None:
-    """For the norm, where sums of squares are there, and for what comes back; not for every tile. No copy is pageable."""
+def test_an_iteration_waits_for_the_device_at_most_so_often(
+    fields: dict[str, Any], num_waits: int, sim: ModuleType, tmp_path: Path
+) -> None:
+    """For the norm, where sums of squares are there, and for tiles that were sent; not for every tile. No copy is pageable."""
     sim.set_schedule("late")
     model = build("compact")
     policy = policy_of("compact", tmp_path, **{"params": Tier.HOST, "optim": Tier.HOST} | fields)
     with tiermem.shard(model, policy, device="sim"):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        for step in range(2):
+        for step in range(3):
             tokens = torch.zeros(1, 4, dtype=torch.int64).pin_memory().to("sim", non_blocking=True)
-            model(tokens).float().square().mean().backward()
             device.reset_counts()
+            model(tokens).float().square().mean().backward()
             optim.step(max_norm=0.5)
-            if step:
-                assert device.host_waits()["main"] <= 2 and device.copies()["num_pageable"] == 0
             optim.zero_grad()
+            if step:
+                waits = device.host_waits()
+                assert (waits["main"], waits["autograd"]) == (num_waits, 0)
+                assert device.copies()["num_pageable"] == 0

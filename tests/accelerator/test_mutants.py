@@ -13,7 +13,7 @@ from accelerator.mutants import MUTANTS, applied
 from accelerator.test_parity import differences, on_cpu, run
 from tiermem.swap import accelerator
 
-SCHEDULES = ["late", *(f"random:{seed}" for seed in range(20)), "at_once"]
+SCHEDULES = ["late", "side_first", "main_first", *(f"random:{seed}" for seed in range(20)), "at_once"]
 
 
 @pytest.fixture

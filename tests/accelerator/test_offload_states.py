@@ -85,6 +85,26 @@ def test_tiles_and_gradients_on_the_device_share_one_allocation_each(sim: Module
     engine.close()
 
 
+@pytest.mark.parametrize("config", ["all on the device", "weights on host"])
+def test_views_of_weights_that_stay_follow_them_and_outlive_the_model(config: str, sim: ModuleType) -> None:
+    """All of them lie in one slab. Its storage comes back under them, and ends with the last view."""
+    sim.set_schedule("late")
+    engine = started(CONFIGS[config])
+    norms = [layer.norm.weight.detach() for layer in engine.module.layers]
+    assert len({norm.untyped_storage()._cdata for norm in norms}) == 1
+    train_engine(engine, [0, 1])
+    expected = [norm.cpu() for norm in norms]
+    engine.offload_states()
+    engine.reload_states()
+    assert all(torch.equal(norm.cpu(), value) for norm, value in zip(norms, expected, strict=True))
+    assert torch.equal(engine.module.layers[0].norm.weight.detach().cpu(), expected[0])
+    engine.close()
+    others = torch.full((1 << 20,), 3.0, device="sim")
+    assert all(torch.equal(norm.cpu(), value) for norm, value in zip(norms, expected, strict=True))
+    assert torch.equal(engine.module.layers[0].norm.weight.detach().cpu(), expected[0])
+    del others
+
+
 def test_only_what_is_asked_for_leaves(sim: ModuleType) -> None:
     engine = started({"stage": 3})
     train_engine(engine, [0])

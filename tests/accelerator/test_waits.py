@@ -36,11 +36,19 @@ def test_no_wait_in_forward_and_backward_and_no_pageable_copy_in_a_step(
     assert found["step"] | NONE == found["step"], found
 
 
-@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
-def test_gradients_that_rest_on_the_device_wait_once(tier: Tier, sim: ModuleType, tmp_path: Path) -> None:
-    """For their norm. A helper thread waits for each tile's."""
+@pytest.mark.parametrize(
+    "homes",
+    [
+        {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
+        {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE},
+        {"params": Tier.HOST, "optim": Tier.DEVICE},
+    ],
+    ids=["host", "nvme", "host, states there"],
+)
+def test_gradients_that_rest_on_the_device_wait_once(homes: dict[str, Any], sim: ModuleType, tmp_path: Path) -> None:
+    """For their norm. A helper thread waits for each tile's; nothing waits for weights that come back."""
     sim.set_schedule("late")
-    found = count("sim", tmp_path, params=tier, optim=tier, grads=Tier.DEVICE)
+    found = count("sim", tmp_path, **homes)
     assert_no_waits(found)
     assert found["step"]["main"] == 1, found
 

@@ -21,6 +21,7 @@ HOMES: dict[str, dict[str, Any]] = {
     "nvme": {"params": Tier.NVME, "optim": Tier.NVME},
     "states on host": {"params": Tier.DEVICE, "optim": Tier.HOST},
     "gradients on nvme": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.NVME},
+    "half of the states there": {"params": Tier.HOST, "optim": Tier.HOST, "optim_ratio": 0.5},
 }
 THERE: dict[str, Any] = {"params": Tier.DEVICE, "optim": Tier.DEVICE}
 GRADIENTS_THERE: dict[str, Any] = {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE}

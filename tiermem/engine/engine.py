@@ -32,7 +32,6 @@ from tiermem.engine.checkpoints import EngineCheckpoints, consolidated, save_wei
 from tiermem.engine.choice import OptimizerFactory, Parameters, agree_on_engine, choose_optimizer
 from tiermem.engine.facts import (
     Accumulation,
-    Away,
     Losses,
     LossFunction,
     PhaseTimes,
@@ -51,6 +50,7 @@ from tiermem.zero.access import apply_gathered
 from tiermem.zero.init_params import built_with
 from tiermem.zero.layerwise import LayerwisePasses, Loss
 from tiermem.zero.shards import Shards
+from tiermem.zero.unit_state import LiveUnit
 
 # ---- casts of the model and its inputs -------------------------------------------------------------------------------
 #
@@ -207,7 +207,7 @@ class Engine(EngineCheckpoints, nn.Module):
         self.global_samples = 0
         self._was_step_applied = False
         self._compiled: CompiledForwards | None = None
-        self._away: Away | None = None  # what offload_states has taken off the device
+        self._away: Sequence[LiveUnit] | None = None  # what offload_states has taken off the device
         has_ranks = dist.is_available() and dist.is_initialized()
         sharing = group if group is not None else built_with(model).group
         self._sizes = config.batch(dist.get_world_size(sharing) if has_ranks else 1)

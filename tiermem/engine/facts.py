@@ -6,8 +6,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +21,7 @@ from tiermem.swap.accelerator import current_stream, give_back_cached, is_accele
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import ranks_per_node
-from tiermem.zero.unit_memory import UnitSlots
+from tiermem.zero.unit_memory import LAYOUTS
 from tiermem.zero.unit_state import LiveUnit
 
 # ---- accumulation of micro-batches -----------------------------------------------------------------------------------
@@ -351,17 +351,11 @@ _KINDS: Mapping[OffloadState, tuple[str, ...]] = {
 """What the names of entries that rest on the device begin with."""
 
 
-class Away(NamedTuple):
-    """Resident units that are not on the device."""
-
-    dropped: list[LiveUnit]
-    """Those with a shard in host memory, from which they come back."""
-    copied: list[tuple[LiveUnit, torch.Tensor]]
-    """The others, each with its bytes."""
-
-
-def offload(shards: Shards, states: Collection[OffloadState]) -> Away | None:
+def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit] | None:
     """Takes states off the device; returns the resident units that have left, None when nothing has. Blocks.
+
+    Full layouts that shards in another place make again leave without a copy. Work of other streams in them is not waited for:
+    nothing reads what it writes, and giving memory back to the driver waits for the device.
 
     Raises ValueError, before anything moves, when the budget of host memory has no room for what has no other home.
     """
@@ -372,39 +366,26 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> Away | None:
         return None
     memory, kinds = shards.store.on_device, {kind for state in states for kind in _KINDS[state]}
     present = [live for live in shards.units if takes_params and live.unit.is_resident and live.is_present]
-    dropped = [live for live in present if live.shard is not live.memory.full]
-    in_place = [live for live in present if live.shard is live.memory.full]
     shards.steps.finish()
-    _check_host(shards, memory.num_bytes(kinds) + sum(live.unit.full_bytes for live in in_place))
+    _check_host(shards, memory.num_bytes(kinds))
     shards.homes.store.join()
-    for live in shards.units:
-        live.memory.join()
-    copies = memory.leave(kinds, [live.memory.full for live in in_place])
+    for slots in {live.memory.slab for live in shards.units if takes_params and live.memory.slab is not None}:
+        slots.check_free()
+    memory.leave(kinds, [LAYOUTS] if takes_params else ())
     for live in present:
         live.drop()
-    for slab in _slabs(shards) if takes_params else ():
-        slab.leave()
     give_back_cached(shards.device)
-    return Away(dropped, list(zip(in_place, copies, strict=True)))
+    return present
 
 
-def reload(shards: Shards, away: Away) -> None:
+def reload(shards: Shards, away: Sequence[LiveUnit]) -> None:
     """Brings back what `offload` has taken off the device. Collective; blocks. Raises torch's OutOfMemoryError."""
-
-    def restore() -> None:
-        for live, copy in away.copied:
-            live.keep(lambda memory, copy=copy: memory.full.view(torch.uint8).copy_(copy, non_blocking=True))  # type: ignore[misc]
-
-    for slab in _slabs(shards):
-        slab.come_back()
-    shards.store.on_device.come_back(restore)
-    for live in away.dropped:
-        shards.values.keep_present(live)
-
-
-def _slabs(shards: Shards) -> Collection[UnitSlots]:
-    """The memory of streamed units on an accelerator."""
-    return {live.memory.slab for live in shards.units if live.memory.slab is not None}
+    shards.store.on_device.come_back()
+    for live in away:
+        if live.shard is live.memory.full:
+            live.keep(lambda memory: None)  # it has its bytes
+        else:
+            shards.values.keep_present(live)
 
 
 def _check_host(shards: Shards, num_bytes: int) -> None:

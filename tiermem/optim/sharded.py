@@ -62,7 +62,7 @@ class ShardedModel:
             max_norm: maximum of the gradients' global norm; 0: no clipping.
         """
         shards = self._shards
-        shards.check_may_change()
+        shards.check_may_change(is_step=True)
         trainable = [live for live in shards.units if live.unit.is_trainable]
         with shards.store.recorder.span("step", "step"):
             shards.receive_gradients()

@@ -9,8 +9,8 @@ It reads, depending on what was written before and what the work needs (zero/sta
 
 It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for two kinds of steps on an
 accelerator: of states that rest there, where data that rests elsewhere is copied there and back; and of tiles that are sent
-there whole (tile_stream.py). The CPU steps other tiles meanwhile; `finish` waits for what is copied back. A thread of the
-program waits for what is copied to a tile's buffer, before the buffer is written or used again. Gradients that rest on an
+there whole (tile_stream.py). The CPU steps other tiles meanwhile; `finish` tells when what is copied back is there. A thread of
+the program waits for what is copied to a tile's buffer, before the buffer is written or used again. Gradients that rest on an
 accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own.
 
 The work on a tile is a function of the `Places` of each parameter in it:
@@ -167,12 +167,20 @@ class TilePass:
         return ended if slot is not None else None
 
     def finish(self) -> None:
-        """Blocks until what an accelerator has stepped is in host memory, if it rests there, and no copy is under way."""
-        if self._has_crossed:
-            self._has_crossed = False
-            if self._stream is not None:
-                self._stream.join()
-            record(current_stream(self._store.device)).synchronize()
+        """Ends the pass. Blocks until tiles that were sent have come back, and gradients of a caller have been read.
+
+        Does not wait until an accelerator has brought other weights to host memory: `StepRun` has the event.
+        """
+        if not self._has_crossed:
+            return
+        self._has_crossed = False
+        if self._stream is not None:
+            self._stream.join()
+        copied = record(current_stream(self._store.device))
+        if self._stream is not None or self._grads is not None:
+            copied.synchronize()
+        else:
+            self._shards.steps.note_copied(copied)
 
     def name(self, tile: Tile) -> str:
         """Its name in events and errors."""

@@ -27,8 +27,6 @@ from tiermem.optim.tile_stream import TileStream
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream
 from tiermem.swap.native import narrow_part, widen_part
-from tiermem.swap.ranges import round_up
-from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.collectives import total
 from tiermem.zero.plan import Plan, keeps_initial_master
 from tiermem.zero.shards import Shards
@@ -83,11 +81,12 @@ class StateTiles:
         tiles, crosses = self._at_home(tiles), plan.streamed_part > 0
         if any(tile.entry in self._store for tile in tiles):
             raise ValueError("this model has an optimizer already: make one optimizer with several parameter groups")
-        there = [round_up(tile.state_bytes, ALIGNMENT) for tile in tiles if tile.home is Tier.DEVICE]
-        self._store.on_device.reserve("state/", sum(there))
-        for tile in tiles:
-            if tile.state_bytes:  # plain SGD of fp32 parameters has no states
-                self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home, crosses_link=crosses)
+        resting = [tile for tile in tiles if tile.state_bytes]  # plain SGD of fp32 parameters has no states
+        for tile in resting:
+            if tile.home is Tier.DEVICE:
+                self._store.on_device.reserve(tile.entry, tile.state_bytes)  # all in one slab
+        for tile in resting:
+            self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home, crosses_link=crosses)
         if plan.streams.num:
             if self._stream is not None:
                 self._stream.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,9 +17,7 @@ from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream,
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
-from tiermem.swap.ranges import round_up
 from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import ALIGNMENT
 from tiermem.swap.torch_step import block_sums_in_torch
 from tiermem.zero.gradient_link import GradientLink, GradientPart
 from tiermem.zero.gradient_state import Factor
@@ -318,10 +316,10 @@ class GradientStore:
         """The name of a unit's gradients in the store."""
         return f"grad/{unit.index}/{unit.name}"
 
-    def reserve_slab(self, sizes: Iterable[int]) -> None:
-        """Takes one slab for homes of these bytes, if they are on DEVICE. Raises torch's OutOfMemoryError."""
+    def announce(self, unit: Unit, dtype: torch.dtype) -> None:
+        """Before the first `reserve`: one slab holds the gradients of all units that are announced, if they are on DEVICE."""
         if self.home is Tier.DEVICE:
-            self._store.on_device.reserve("grad/", sum(round_up(size, ALIGNMENT) for size in sizes))
+            self._store.on_device.reserve(self.entry(unit), unit.shard_numel * dtype.itemsize)
 
     def reserve(self, unit: Unit, dtype: torch.dtype, crosses_link: bool) -> None:
         """Reserves room for a unit's gradients on their tier. crosses_link: whether steps on an accelerator read them."""

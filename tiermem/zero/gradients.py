@@ -138,7 +138,8 @@ class GradientHomes:
 
     def _reserve(self, units: Sequence[Unit], plan: Plan) -> None:
         """Takes room for the gradients of units at their home; on DEVICE all in one slab."""
-        self.store.reserve_slab(unit.shard_numel * self.dtype(unit).itemsize for unit in units)
+        for unit in units:
+            self.store.announce(unit, self.dtype(unit))
         for unit in units:
             self.store.reserve(unit, self.dtype(unit), plan.crosses_link)
 
@@ -283,6 +284,7 @@ class GradientHomes:
         for unit in self._units:
             zeroed = [shard for shard in unit.shards if shard.gradient.is_zero]
             if zeroed:
+                self._steps.finish()
                 opened = self.store.open(unit, self.dtype(unit), adds=len(zeroed) < len(unit.shards))
                 for shard in zeroed:
                     self.store.clear(opened, shard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -22,8 +22,9 @@ from tiermem.zero.plan import Plan, keeps_initial_master, keeps_secondary
 from tiermem.zero.pools import Pools
 from tiermem.zero.quantised import BlockFormat, pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
+from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
-from tiermem.zero.unit_memory import Passage, UnitMemory, apart
+from tiermem.zero.unit_memory import LAYOUTS, Passage, UnitMemory, apart
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import Values, initial_master
 
@@ -89,6 +90,8 @@ def settle(
     `TensorStore.settle` registers the memory taken here. Returns the units and what they share, which `release` ends.
     """
     units = list(units)
+    if is_accelerator(values.device):
+        _announce(units, plan, policy, values)
     nan_bytes = max((unit.full_bytes for unit in units if unit.takes_buffer), default=0)
     buffers = pools.units, pools.shards, plan.units
     passage = Passage(values.store, values.steps, values.device, *buffers, nan_bytes)
@@ -156,7 +159,7 @@ class _Settler:
         """Moves a unit's weights to where they rest, one parameter at a time. Collective; blocks."""
         if not unit.takes_buffer:
             return self._make_resident(unit)
-        home, entry = self._plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
+        home, entry = self._plan.unit_homes[unit.index], _entry(unit)
         numel = unit.shard_bytes // unit.rests_as.itemsize
         if home is Tier.DEVICE and not self._is_accelerated:
             home = Tier.HOST
@@ -205,18 +208,17 @@ class _Settler:
         return NearGather(topology, unit, plain, memory.travels, self._store.view(name))
 
     def _make_resident(self, unit: Unit) -> LiveUnit:
-        memory = UnitMemory(unit, self._passage)
-        if not self._is_accelerated:
-            memory.hold(self._store.arena.take(unit.full_bytes, f"resident unit {unit.name!r}"))
+        entry, home = _entry(unit), _home_of_resident(self._plan, self._topology, self._is_accelerated)
+        if self._is_accelerated:
+            slot = self._store.on_device.take(entry if home is None else LAYOUTS, unit.full_bytes)
+            memory = UnitMemory(unit, self._passage, slot.tensor)
         else:
-            memory.allocate()
-            memory.begin_filling()
+            slot = self._store.arena.take(unit.full_bytes, f"resident unit {unit.name!r}")
+            memory = UnitMemory(unit, self._passage, apart(slot.tensor[: unit.full_bytes]))
         shard = memory.full
-        steps_there = self._is_accelerated and self._plan.states is Tier.DEVICE
-        if self._topology.num_shards > 1 or (self._is_accelerated and not steps_there):
-            entry, home = f"param/{unit.index}/{unit.name}", Tier.DEVICE if steps_there else Tier.HOST
+        if home is not None:
             self._store.reserve(entry, (unit.shard_numel,), unit.dtype, home, crosses_link=self._is_accelerated)
-            shard = self._store.view(f"param/{unit.index}/{unit.name}")
+            shard = self._store.view(entry)
         self._fill(unit, shard)
         if shard is not memory.full:
             self._values.regather(unit, shard, memory)
@@ -268,6 +270,32 @@ class _Settler:
         mine = self._values.mine(part, value)
         if mine.numel():
             put(0, mine)
+
+
+def _entry(unit: Unit) -> str:
+    """The name of a unit's shard in the store."""
+    return f"param/{unit.index}/{unit.name}"
+
+
+def _home_of_resident(plan: Plan, topology: Topology, is_gpu: bool) -> Tier | None:
+    """Where the shards of resident units rest, which steps write; None: steps write the full layouts."""
+    steps_there = is_gpu and plan.states is Tier.DEVICE
+    if topology.num_shards > 1 or (is_gpu and not steps_there):
+        return Tier.DEVICE if steps_there else Tier.HOST
+    return None
+
+
+def _announce(units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, values: Values) -> None:
+    """Announces what units take of an accelerator for life, so that all of one kind lies in one slab."""
+    memory, home = values.store.on_device, _home_of_resident(plan, values.topology, is_gpu=True)
+    for unit in units:
+        if unit.is_resident:
+            memory.reserve(_entry(unit) if home is None else LAYOUTS, unit.full_bytes)
+        elif keeps_secondary(policy, values.topology.num_shards) and values.topology.across is not None:
+            numel = secondary_numel(unit, values.topology.across.size)
+            memory.reserve("secondary/", numel * unit.travels_as.itemsize)
+        if (home if unit.is_resident else plan.unit_homes[unit.index]) is Tier.DEVICE:
+            memory.reserve(_entry(unit), unit.shard_bytes)
 
 
 def _forget_values(part: Shard, device: torch.device) -> None:

@@ -279,27 +279,29 @@ class Shards:
         self.values.put_elements(live, shard.shard_offset, mine.to(live.unit.dtype))
         self.refresh(shard.param)
 
-    def check_may_change(self, is_collective: bool = True) -> None:
+    def check_may_change(self, is_collective: bool = True, is_step: bool = False) -> None:
         """Raises RuntimeError while all units are held present (changes would not reach them), and for a torn model.
 
         Makes the last step durable before if that is due, unless this rank alone is about to change something. Blocks.
+        is_step: a step follows. What an accelerator still copies to host memory for the last one is not waited for: a step on
+        the CPU writes other elements, one on the accelerator comes after it.
         """
         self.store.check_process()
         if is_collective or self.topology.world == 1:
             self.steps.commit()
-        self.check_whole()
+        self.check_whole(is_step)
         if self.is_held:
             raise RuntimeError(
                 "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: leave its block first"
             )
 
-    def check_whole(self) -> None:
+    def check_whole(self, is_step: bool = False) -> None:
         """Finishes the step under way, then raises RuntimeError when the model's states are of two different steps.
 
-        Raises the error of that step, and RuntimeError in a forked child. Blocks.
+        Raises the error of that step, and RuntimeError in a forked child. Blocks. is_step: as in `check_may_change`.
         """
         self.store.check_process()
-        self.steps.finish()
+        self.steps.finish_tiles() if is_step else self.steps.finish()
         if self.steps.is_torn:
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
@@ -385,7 +387,7 @@ class Shards:
         found = [] if self.is_held or self._is_closed else self._frozen.unfrozen(params)
         lives = list(dict.fromkeys(live for live, _ in found if not live.unit.is_trainable))
         if lives:
-            self.steps.end()
+            self.check_may_change()
             self.homes.forget_replaced()
             keeps_grads = not self.homes.is_empty
             plan = plan_of(found, self.model, self.plan, self.policy, self.topology, self.device, keeps_grads)

@@ -1,15 +1,17 @@
 """StepRun: the run of an optimizer step over a model's tiles, which may go on under the next forward; whether states are whole.
 
-    step       `start` starts the run and returns. Units that can be read without a fetch have been stepped by then
+    step       `start` starts the run and returns. Units that can be read without a fetch have been stepped by then. What an
+               accelerator has stepped may still be on its way to host memory (`note_copied`)
     forward    `read` and `await_unit`: the fetch of a unit waits for the unit's own tiles, and takes new weights from memory
     backward   with overlap "backward", tiles are stepped beside what they replace (optim/tentative.py). Nothing reads the
                results before `start` has committed them, so that no step is under way until then
-    the end    `finish` waits for the last write. Every other access to what rests calls it first:
+    the end    `end` waits for the last write: before the next backward, which replaces the gradients that the run reads (those
+               that an accelerator reads are replaced by ones that depend on what it has written), and before the next step
+    a look     `finish` waits for the accelerator, too. Every other access to what rests calls it first:
 
         Values               each read and write of weights, states and gradients where they rest
         GradientHomes        each look at the values of `p.grad`, and each change of them
-        Shards.check_whole   each step, save, load and replacement of values
-        Hooks                the begin of a backward, which replaces the gradients that the run reads
+        Shards.check_whole   each save, load and replacement of values
         RestingParameter     `ds_tensor`, a view of weights in host memory
         Shards.close         the end
 
@@ -25,6 +27,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
+
+import torch
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.checksum import Range
@@ -57,6 +61,11 @@ class StepRun:
         self.num_redone = 0  # steps whose tiles were stepped in backward, dropped and stepped again
         self._program = program
         self._due: Callable[[], None] | None = None  # what `commit` calls, once
+        self.copied: torch.Event | None = None  # the end of an accelerator's copies to weights in host memory
+
+    def note_copied(self, copied: torch.Event) -> None:
+        """Notes the event after which an accelerator has read the gradients and written the weights in host memory."""
+        self.copied = copied
 
     def start(
         self,
@@ -101,6 +110,15 @@ class StepRun:
         return self._program.read(ranges, name, unit, priority)
 
     def finish(self) -> None:
+        """`finish_tiles`, and blocks until an accelerator has written the weights in host memory."""
+        try:
+            self.finish_tiles()
+        finally:
+            copied, self.copied = self.copied, None
+            if copied is not None and not copied.query():
+                copied.synchronize()
+
+    def finish_tiles(self) -> None:
         """Blocks until the last write of the step has ended. Raises its error, once; then the model is torn.
 
         An interrupt leaves the step under way.
@@ -131,9 +149,9 @@ class StepRun:
         self._due = None
 
     def end(self) -> None:
-        """`commit`, then `finish`."""
+        """`commit`, then `finish_tiles`."""
         self.commit()
-        self.finish()
+        self.finish_tiles()
 
     def abandon(self) -> None:
         """Ends the step under way early, and forgets failures, because every state is about to be replaced. Blocks."""

@@ -12,6 +12,7 @@ import torch
 
 from tiermem.swap.accelerator import activate, current_stream, is_accelerator, new_stream, on, record
 from tiermem.swap.arena import Pool, Slot
+from tiermem.swap.device_memory import DeviceMemory
 from tiermem.swap.move import Move
 from tiermem.swap.native import NORMAL, URGENT, Map
 from tiermem.swap.run_read import RunRead
@@ -62,17 +63,23 @@ class Stages:
             self._reads.popitem()[1].synchronize()
 
 
+LAYOUTS = "layout"
+"""The kind of device memory that full layouts occupy whose bytes also rest elsewhere, as shards."""
+
+
 class UnitSlots:
-    """Equal slots for full layouts on an accelerator, carved from one allocation, so that no piece of memory lies between them.
+    """Equal slots for full layouts on an accelerator, carved from one slab, so that no piece of memory lies between them.
 
     owner: the stream that waits for the users of a slot before the slot is used again. Not for several threads.
     """
 
-    def __init__(self, device: torch.device, slot_bytes: int, count: int, owner: torch.Stream) -> None:
-        self._device = device
+    def __init__(self, memory: DeviceMemory, buffers: Buffers, owner: torch.Stream) -> None:
         self._owner = owner
-        self._slab = torch.empty(count, slot_bytes, dtype=torch.uint8, device=device)
-        self._free = list(range(count))
+        for _ in range(buffers.num):
+            memory.reserve(LAYOUTS, buffers.slot_bytes)
+        self._slots = [memory.take(LAYOUTS, buffers.slot_bytes).tensor for _ in range(buffers.num)]
+        self._free = list(range(buffers.num))
+        owner.wait_stream(current_stream(owner.device))  # in whose order the memory was freed
 
     def take(self) -> int:
         """The number of a free slot. The caller ensures that there is one."""
@@ -82,24 +89,14 @@ class UnitSlots:
         """Takes a slot back."""
         self._free.append(slot)
 
-    def leave(self) -> None:
-        """Gives the memory back to torch's allocator until `come_back`. No slot may be in use."""
-        if len(self._free) != self._slab.shape[0]:
-            raise RuntimeError(
-                f"{self._slab.shape[0] - len(self._free)} units are in use: their memory cannot leave the device"
-            )
-        current_stream(self._device).wait_stream(self._owner)
-        self._slab.untyped_storage().resize_(0)
-
-    def come_back(self) -> None:
-        """Takes the memory again, content undefined, if it has left. Raises torch's OutOfMemoryError."""
-        if self._slab.untyped_storage().nbytes() == 0:
-            self._slab.untyped_storage().resize_(self._slab.numel())
-        self._owner.wait_stream(current_stream(self._device))
+    def check_free(self) -> None:
+        """Raises RuntimeError while a slot is in use: the memory cannot leave the device."""
+        if (num_used := len(self._slots) - len(self._free)) > 0:
+            raise RuntimeError(f"{num_used} units are in use: their memory cannot leave the device")
 
     def storage(self, slot: int, num_bytes: int) -> torch.UntypedStorage:
         """A storage over the first bytes of a slot."""
-        return _storage_at(self._slab[slot].data_ptr(), self._device, num_bytes)
+        return _storage_at(self._slots[slot].data_ptr(), self._owner.device, num_bytes)
 
 
 # ---- what units share ------------------------------------------------------------------------------------------------
@@ -140,7 +137,7 @@ class Passage:
         self.slab = None
         if is_carved:
             assert self.owner is not None
-            self.slab = UnitSlots(device, on_device.slot_bytes, on_device.num, self.owner)
+            self.slab = UnitSlots(store.on_device, on_device, self.owner)
         self.copies = new_stream(device) if is_accelerated else None  # fills full layouts: copies and gathers
         # One thread each, so that reads and copies keep their order.
         self.starter: concurrent.futures.ThreadPoolExecutor | None = None  # starts reads
@@ -166,8 +163,12 @@ class Passage:
         self._is_outdated = True
 
     def await_written(self, shard: torch.Tensor) -> None:
-        """Lets the stream that fills wait for writes to a shard, if it rests on the accelerator, by the current stream."""
-        if self.copies is None or not is_accelerator(shard.device):
+        """Lets the stream that fills wait until the accelerator has written a shard, there or in host memory."""
+        if self.copies is None:
+            return
+        if not is_accelerator(shard.device):
+            if self.steps.copied is not None:
+                self.copies.wait_event(self.steps.copied)
             return
         if self._is_outdated or self._written is None:
             self._written, self._is_outdated = record(current_stream(self.device)), False
@@ -301,15 +302,17 @@ class UnitMemory:
         CPU            arena memory is put under the storage (`UntypedStorage._swap_data_ptr_`: microseconds, views follow). The
                        call is private to torch, so it is tested first; without it the storage is resized and bytes are copied.
                        A view that a user has kept reads NaN after the bytes have gone.
-        accelerator    the same with slots of one slab. Units that stay, and all units without that call, have memory of torch's
-                       allocator: the storage is resized.
+        accelerator    the same with slots of one slab. Without that call they have memory of torch's allocator: the storage is
+                       resized.
+
+    A unit that stays is given its memory for life (`held`): of the arena, or of a slab.
 
     Freed memory goes to the next unit, or request, at once. So on an accelerator one stream, the *owner*, stands for the memory
     of all units, and allocates what torch's allocator gives. A stream that fills a unit waits for the owner. Before a unit is
     freed, the owner waits for every stream that has used it (from `use` to `end_use`).
     """
 
-    def __init__(self, unit: Unit, passage: Passage) -> None:
+    def __init__(self, unit: Unit, passage: Passage, held: torch.Tensor | None = None) -> None:
         self.unit = unit
         self._owner = passage.owner
         self._allocated: torch.Event | None = None  # the owner may give the memory from here on
@@ -320,17 +323,20 @@ class UnitMemory:
         self._filled: torch.Event | None = None  # the layout on an accelerator holds its bytes
         self._slots = passage.slots
         self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
-        self.slab = None if unit.is_resident else passage.slab  # carves its memory; None: torch's allocator does
+        self.slab = passage.slab if held is None else None  # carves its memory; None: torch's allocator does
         self._place: int | None = None  # the slot of the slab, while the unit occupies it
         self._may_swap = passage.may_swap
-        self._is_held = False  # its memory is there for life
+        self._is_held = held is not None  # its memory is there for life
         self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
         self._nan: torch.UntypedStorage | None = None  # empty while its bytes are under the unit
-        full = torch.empty(0, dtype=unit.full_dtype, device=passage.device)
+        full = (
+            torch.empty(0, dtype=unit.full_dtype, device=passage.device) if held is None else held.view(unit.full_dtype)
+        )
         self.full = full
         self._storage = full.untyped_storage()
-        self.allocate()  # for the views; on a CPU no page is touched
-        full.set_(self._storage, 0, (unit.full_numel,), (1,))
+        if held is None:
+            self.allocate()  # for the views; on a CPU no page is touched
+            full.set_(self._storage, 0, (unit.full_numel,), (1,))
         self.travels = narrow_part(full, unit.dtype) if unit.is_widened else full  # what a copy or a gather fills
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
@@ -366,12 +372,6 @@ class UnitMemory:
             self.allocate()
             self.full.view(torch.uint8).copy_(data)
 
-    def hold(self, slot: Slot) -> None:
-        """Makes an arena buffer the unit's memory for life, content undefined (CPU, resident units and those in place)."""
-        self.full = self.travels = apart(slot.tensor[: self.unit.full_bytes]).view(self.unit.full_dtype)
-        self._is_held, self._storage = True, self.full.untyped_storage()
-        self.views = [self.full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
-
     def allocate(self, outside: bool = False) -> None:
         """Allocates the full layout, content undefined. On an accelerator `begin_filling` comes next.
 
@@ -392,8 +392,8 @@ class UnitMemory:
         self._allocated = record(self._owner)
 
     def begin_filling(self) -> None:
-        """Lets the current stream wait for the memory, which it fills. Does nothing on a CPU."""
-        if self._owner is not None:
+        """Lets the current stream wait for the memory, which it fills. Does nothing on a CPU, and for memory for life."""
+        if self._owner is not None and not self._is_held:
             assert self._allocated is not None
             stream = current_stream(self._owner.device)
             stream.wait_event(self._allocated)
@@ -438,18 +438,11 @@ class UnitMemory:
         self._accumulating[stream.stream_id] = stream
 
     def join(self) -> None:
-        """Lets the current stream wait for all other streams that use the memory or accumulated its gradients.
-
-        Of a stream whose use has ended it waits for that end: the stream that fills may be filling the next units by now.
-        """
+        """Lets the current stream wait for all other streams that accumulated the unit's gradients."""
         if self._owner is not None:
             stream = current_stream(self._owner.device)
-            for number, other in (self._users | self._accumulating).items():
-                if number == stream.stream_id:
-                    continue
-                if number in self._ends and number not in self._accumulating:
-                    stream.wait_event(self._ends[number])
-                else:
+            for number, other in self._accumulating.items():
+                if number != stream.stream_id:
                     stream.wait_stream(other)
             self._accumulating.clear()
 

@@ -222,6 +222,8 @@ class LiveUnit:
             self.memory.allocate_slot()
             self.memory.full.copy_(self.shard)  # of a unit in place to itself, which does nothing
         else:
+            assert self.shard is not None
+            self._passage.await_written(self.shard)
             self.memory.allocate()
             copied = self._copy()
             self.memory.note_home_read(copied)

@@ -24,6 +24,7 @@ constexpr uint64_t GRAIN = 512;
 constexpr uint64_t LARGE = 1 << 20; // what is larger is cut from segments of its own, as CUDA's pools do
 
 std::atomic<bool> are_frees_strict{true};
+std::atomic<bool> are_segments_like_cudas{false};
 
 /// The addresses and their shadow, taken from the system when a device is first used.
 struct Addresses {
@@ -50,7 +51,8 @@ Addresses &addresses() {
 struct Block {
     char *start;
     uint64_t bytes;
-    int64_t stream; // the stream that allocated it, and whose order frees follow
+    int64_t stream;   // the stream that allocated it, and whose order frees follow
+    bool is_in_large; // its segment is one for large requests
     bool is_used = true;
     bool is_nan = true; // while it is free: overwritten, or will be before the stream's next operation
     Block *previous = nullptr;
@@ -145,19 +147,9 @@ void give_addresses(Device &device, char *start, uint64_t bytes) {
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
 
-/// Whether a block's segment is one for large blocks.
-bool is_in_large_segment(const Block *block) {
-    uint64_t bytes = block->bytes;
-    for (const Block *other = block->previous; other; other = other->previous)
-        bytes += other->bytes;
-    for (const Block *other = block->next; other; other = other->next)
-        bytes += other->bytes;
-    return is_large(bytes);
-}
-
 /// Puts a free block into its pool, joined with free neighbours.
 void put_into_cache(Device &device, Block *block) {
-    Pool &pool = device.cached[{block->stream, is_in_large_segment(block)}];
+    Pool &pool = device.cached[{block->stream, block->is_in_large}];
     const auto swallow = [&](Block *other) { // the right neighbour
         block->bytes += other->bytes;
         block->is_nan &= other->is_nan;
@@ -182,18 +174,31 @@ void put_into_cache(Device &device, Block *block) {
     pool.insert(block);
 }
 
+/// Bytes of the segment that a request makes.
+uint64_t segment_bytes(uint64_t bytes) {
+    if (!are_segments_like_cudas)
+        return bytes;
+    if (!is_large(bytes))
+        return 2 << 20;
+    return bytes < 10 << 20 ? 20 << 20 : (bytes + (2 << 20) - 1) & ~((2ull << 20) - 1);
+}
+
+/// What a cut leaves of a block has more bytes than this.
+uint64_t smallest_rest(uint64_t bytes) { return are_segments_like_cudas && is_large(bytes) ? LARGE : 0; }
+
 /// The smallest cached block that is large enough, cut to size. Null: there is none.
 Block *take_from_cache(Device &device, int64_t stream, uint64_t bytes) {
     Pool &pool = device.cached[{stream, is_large(bytes)}];
-    Block wanted{nullptr, bytes, stream};
+    Block wanted{nullptr, bytes, stream, is_large(bytes)};
     const auto found = pool.lower_bound(&wanted);
     if (found == pool.end())
         return nullptr;
     Block *const block = *found;
     pool.erase(found);
-    if (block->bytes > bytes) {
-        Block *const rest =
-            new Block{block->start + bytes, block->bytes - bytes, stream, false, block->is_nan, block, block->next};
+    if (block->bytes > bytes + smallest_rest(bytes)) {
+        Block *const rest = new Block{
+            block->start + bytes, block->bytes - bytes, stream, block->is_in_large, false, block->is_nan, block,
+            block->next};
         if (rest->next)
             rest->next->previous = rest;
         block->next = rest;
@@ -204,18 +209,21 @@ Block *take_from_cache(Device &device, int64_t stream, uint64_t bytes) {
     return block;
 }
 
-/// A segment of its own. Null: the capacity or the addresses do not suffice.
-Block *new_segment(Device &device, int index, int64_t stream, uint64_t bytes) {
+/// A new segment as a free block. False: the capacity or the addresses do not suffice.
+bool add_segment(Device &device, int index, int64_t stream, uint64_t request) {
+    const uint64_t bytes = segment_bytes(request);
     if (total(device.stats.reserved_bytes) + bytes > device.capacity)
-        return nullptr;
+        return false;
     char *const start = take_addresses(device, index, bytes);
     if (!start)
-        return nullptr;
+        return false;
+    const bool large = is_large(request);
     std::memset(shadow_of(start), 0xff, bytes);
-    increase(device.stats.reserved_bytes, bytes, is_large(bytes));
-    increase(device.stats.segment, 1, is_large(bytes));
+    increase(device.stats.reserved_bytes, bytes, large);
+    increase(device.stats.segment, 1, large);
     device.stats.num_device_alloc++;
-    return new Block{start, bytes, stream};
+    device.cached[{stream, large}].insert(new Block{start, bytes, stream, large, false});
+    return true;
 }
 
 /// Gives the segments that are free as a whole back to the device.
@@ -228,8 +236,8 @@ void free_segments(Device &device) {
                 continue;
             }
             next = pool.erase(next);
-            decrease(device.stats.reserved_bytes, block->bytes, is_large(block->bytes));
-            decrease(device.stats.segment, 1, is_large(block->bytes));
+            decrease(device.stats.reserved_bytes, block->bytes, block->is_in_large);
+            decrease(device.stats.segment, 1, block->is_in_large);
             device.stats.num_device_free++;
             give_addresses(device, block->start, block->bytes);
             delete block;
@@ -253,8 +261,8 @@ void free_in_stream_order(int index, Block *block) {
     const uint64_t num_bytes = block->bytes;
     std::lock_guard lock(memory.lock);
     Device &device = memory.devices[index];
-    decrease(device.stats.active, 1, is_large(num_bytes));
-    decrease(device.stats.active_bytes, num_bytes, is_large(num_bytes));
+    decrease(device.stats.active, 1, block->is_in_large);
+    decrease(device.stats.active_bytes, num_bytes, block->is_in_large);
     put_into_cache(device, block);
 }
 
@@ -288,8 +296,8 @@ void free_block(void *address) {
         Device &device = memory.devices[index];
         block = memory.used.at(start);
         memory.used.erase(start);
-        decrease(device.stats.allocation, 1, is_large(block->bytes));
-        decrease(device.stats.allocated_bytes, block->bytes, is_large(block->bytes));
+        decrease(device.stats.allocation, 1, block->is_in_large);
+        decrease(device.stats.allocated_bytes, block->bytes, block->is_in_large);
         if (!block->other_streams.empty()) {
             PendingFree pending{block, {}};
             for (const int64_t stream : block->other_streams)
@@ -330,10 +338,10 @@ class Allocator final : public c10::DeviceAllocator {
         std::lock_guard lock(memory.lock);
         Device &device = memory.devices[index];
         increase(device.stats.allocation, 1, is_large(bytes));
-        increase(device.stats.allocated_bytes, bytes, is_large(bytes));
+        increase(device.stats.allocated_bytes, block->bytes, is_large(bytes));
         increase(device.stats.requested_bytes, num_bytes, is_large(bytes));
         increase(device.stats.active, 1, is_large(bytes));
-        increase(device.stats.active_bytes, bytes, is_large(bytes));
+        increase(device.stats.active_bytes, block->bytes, is_large(bytes));
         memory.used[block->start] = block;
         return {block->start, block->start, &free_block, sim::device_of(index)};
     }
@@ -404,8 +412,9 @@ class Allocator final : public c10::DeviceAllocator {
         std::lock_guard lock(memory.lock);
         Device &device = memory.devices[index];
         const int64_t stream = current_stream(index).id();
-        Block *const cached = take_from_cache(device, stream, bytes);
-        return cached ? cached : new_segment(device, index, stream, bytes);
+        if (Block *const cached = take_from_cache(device, stream, bytes))
+            return cached;
+        return add_segment(device, index, stream, bytes) ? take_from_cache(device, stream, bytes) : nullptr;
     }
 
     [[noreturn]] static void raise_out_of_memory(int index, uint64_t bytes) {
@@ -446,6 +455,8 @@ void *shadow_of(const void *address) {
 }
 
 void set_strict_frees(bool are_strict) { are_frees_strict = are_strict; }
+
+void set_segments_like_cudas(bool are_alike) { are_segments_like_cudas = are_alike; }
 
 void set_capacity(int device, uint64_t bytes) {
     check_device(device);

@@ -73,6 +73,8 @@ PYBIND11_MODULE(_sim, m) {
     py::enum_<sim::Schedule>(m, "Schedule")
         .value("AT_ONCE", sim::Schedule::AT_ONCE)
         .value("LATE", sim::Schedule::LATE)
+        .value("MAIN_FIRST", sim::Schedule::MAIN_FIRST)
+        .value("SIDE_FIRST", sim::Schedule::SIDE_FIRST)
         .value("RANDOM", sim::Schedule::RANDOM);
     m.def("set_schedule", &sim::set_schedule);
     m.def("schedule", &sim::schedule);
@@ -82,6 +84,7 @@ PYBIND11_MODULE(_sim, m) {
     m.def("reset_host_waits", &sim::reset_host_waits);
 
     m.def("set_capacity", &sim::set_capacity);
+    m.def("set_segments_like_cudas", &sim::set_segments_like_cudas);
     m.def("set_strict_frees", &sim::set_strict_frees);
     m.def("host_register", &sim::host_register);
     m.def("host_unregister", &sim::host_unregister);

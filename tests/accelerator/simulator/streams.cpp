@@ -127,6 +127,11 @@ void run_by_schedule(const Mark &mark) {
         lock.unlock();
         return run_if_possible(mark);
     }
+    if (all.schedule == Schedule::MAIN_FIRST || all.schedule == Schedule::SIDE_FIRST) {
+        const bool is_first = (mark.stream == 0) == (all.schedule == Schedule::MAIN_FIRST);
+        lock.unlock();
+        return is_first ? run_if_possible(mark) : void();
+    }
     if (all.schedule != Schedule::RANDOM || all.coin() % 2)
         return;
     std::vector<Mark> choices;

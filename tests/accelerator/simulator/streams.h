@@ -111,8 +111,10 @@ inline c10::Device device_of(int index) { return {DEVICE_TYPE, static_cast<c10::
 // ---- schedules and counts
 // ---------------------------------------------------------------------------------------------
 
-enum class Schedule { AT_ONCE, LATE, RANDOM };
-/// Streams run each operation when it is issued, as late as a thread waits, or at random by a seed.
+enum class Schedule { AT_ONCE, LATE, MAIN_FIRST, SIDE_FIRST, RANDOM };
+/// Streams run each operation when it is issued, as late as a thread waits, or at random by a seed. Or the default
+/// stream of each device runs at once and all others late, or the other way round: a wait that one of them misses is
+/// seen.
 void set_schedule(Schedule schedule, uint64_t seed);
 Schedule schedule();
 
