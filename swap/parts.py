@@ -43,12 +43,17 @@ Moment = torch.Tensor | Quantised
 
 
 class StepParts(NamedTuple):
-    """The tensors of one step. Moments in the order of MOMENTS; those that are optional may be missing."""
+    """The tensors of one step. Moments in the order of MOMENTS; those that are optional may be missing.
+
+    source: what the step reads in their place, in the same dtypes; its gradient is not looked at. A tensor that is also one of
+    the parts is stepped in place. None: all are. Native code alone steps parts with a source.
+    """
 
     weight: torch.Tensor | None
     master: torch.Tensor | None
     grad: torch.Tensor
     moments: Sequence[Moment] = ()
+    source: StepParts | None = None
 
 
 class StepRule(NamedTuple):
@@ -121,6 +126,14 @@ def check_parts(rule: StepRule, parts: StepParts, start_master: bool, device: to
         raise ValueError(
             f"nesterov needs sgd with a momentum; the rule is {rule.name!r} with {len(parts.moments)} moments"
         )
+    if parts.source is not None:
+        check_parts(rule, parts.source._replace(grad=parts.grad), start_master, device)
+        kinds = [
+            [getattr(part, "dtype", None) for part in (each.weight, each.master, *each.moments)]
+            for each in (parts, parts.source)
+        ]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"a step reads {kinds[1]} and writes {kinds[0]}: a source has the dtypes of the parts")
 
 
 def check_moment(name: str, moment: Moment, numel: int, device: torch.device = CPU) -> None:

@@ -289,9 +289,9 @@ class OffloadPolicy:
             return self.overlap
         if self.durability == "step":
             return "none"  # each step is committed before `step` returns
-        if states is Tier.NVME:
-            return "backward" if self.early_steps and not is_gpu else "forward"
-        return "forward" if states is Tier.HOST and is_gpu else "none"
+        if states is (Tier.HOST if is_gpu else Tier.NVME):
+            return "backward" if self.early_steps else "forward"
+        return "forward" if states is Tier.NVME else "none"
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Yields the fields that do not go with the others, each with a sentence."""

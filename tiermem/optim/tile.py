@@ -17,7 +17,7 @@ import torch
 from tiermem.policy import Tier
 from tiermem.swap.parts import Q8_BLOCK, num_scales
 from tiermem.swap.ranges import ByteRange, round_up
-from tiermem.zero.plan import Plan
+from tiermem.zero.plan import Plan, within
 from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart
 from tiermem.zero.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.zero.unit_state import LiveUnit
@@ -105,21 +105,11 @@ def homes_of_tiles(sizes: Sequence[int], plan: Plan) -> list[Tier]:
     `plan.resident_bytes`.
     """
     kept = Tier.DEVICE if plan.steps_there else Tier.HOST
-    homes = [kept if stays else plan.states for stays in spread(sizes, plan.kept_bytes)]
+    homes = [kept if stays else plan.states for stays in within(sizes, plan.kept_bytes)]
     rest = [number for number, home in enumerate(homes) if home is plan.states is Tier.NVME]
-    for number, stays in zip(rest, spread([sizes[n] for n in rest], plan.resident_bytes), strict=True):
+    for number, stays in zip(rest, within([sizes[n] for n in rest], plan.resident_bytes), strict=True):
         homes[number] = Tier.HOST if stays else Tier.NVME
     return homes
-
-
-def spread(sizes: Sequence[int], num_bytes: int) -> list[bool]:
-    """Chooses tiles, evenly spread, of at most `num_bytes` together; tiles without states in any case."""
-    due, total, chosen = 0, sum(sizes), []
-    for size in sizes:
-        due += size * num_bytes
-        chosen.append(due >= size * total)
-        due -= size * total * chosen[-1]
-    return chosen
 
 
 def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int, int]]:

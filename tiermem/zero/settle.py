@@ -156,7 +156,7 @@ class _Settler:
         """Moves a unit's weights to where they rest, one parameter at a time. Collective; blocks."""
         if unit.is_resident or unit.is_in_place:
             return self._make_resident(unit)
-        home, entry = self._plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
+        home, entry = self._plan.unit_homes[unit.index], unit.entry
         numel = unit.shard_bytes // unit.rests_as.itemsize
         if home is Tier.DEVICE and not self._is_accelerated:
             home = Tier.HOST
@@ -164,7 +164,7 @@ class _Settler:
         memory = UnitMemory(unit, self._passage)
         if home is not Tier.NVME:
             shard = self._store.view(entry)
-            shard = shard if self._is_accelerated else apart(shard)
+            shard = shard if is_accelerator(shard.device) else apart(shard)
             self._fill(unit, shard)
             return LiveUnit(unit, memory, self._passage, None, shard, self._gather_of(unit, memory, home))
         self._protect(unit, entry)
@@ -214,9 +214,9 @@ class _Settler:
         shard = memory.full
         steps_there = self._is_accelerated and self._plan.states is Tier.DEVICE
         if self._topology.num_shards > 1 or (self._is_accelerated and not steps_there):
-            entry, home = f"param/{unit.index}/{unit.name}", Tier.DEVICE if steps_there else Tier.HOST
+            entry, home = unit.entry, Tier.DEVICE if steps_there else Tier.HOST
             self._store.reserve(entry, (unit.shard_numel,), unit.dtype, home, crosses_link=self._is_accelerated)
-            shard = self._store.view(f"param/{unit.index}/{unit.name}")
+            shard = self._store.view(entry)
         self._fill(unit, shard)
         if shard is not memory.full:
             self._values.regather(unit, shard, memory)
