@@ -34,14 +34,18 @@ HOMES: dict[str, dict[str, Any]] = {
     "host, gradients on device": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
     "nvme, gradients on device": {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE},
     (EARLY := "nvme, stepped early"): {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "backward"},
-}
-OTHERS = [home for home in HOMES if home not in ("nvme", EARLY)]
-EVERY = [(name, home) for name in PROGRAMS for home in HOMES if (name, home) != ("stepped_in_backward", EARLY)]
+    (UNDONE := "host, stepped early"): {
+        "params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE, "overlap": "backward",
+    },
+}  # fmt: skip
+OTHERS = [home for home in HOMES if home not in ("nvme", EARLY, UNDONE)]
+EVERY = [(name, home) for name in PROGRAMS for home in HOMES if name != "stepped_in_backward" or home[-5:] != "early"]
 FEW = {(name, "nvme") for name in PROGRAMS}
 FEW |= {(name, OTHERS[i % len(OTHERS)]) for i, name in enumerate(list(PROGRAMS)[::2])}
 FEW |= {("read_after_steps", "host, gradients on device"), ("saved_and_resumed", "nvme, gradients on device")}
 FEW |= {(name, "nvme, gradients on device") for name in ("unfrozen", "one_matrix_of_muon")}
 FEW |= {(name, EARLY) for name in ("plain", "clipped", "accumulated", "tied", "seen_from_outside", "in_fp16")}
+FEW |= {(name, UNDONE) for name in ("plain", "clipped", "accumulated", "unfrozen", "evaluated_between", "in_fp16")}
 
 
 def run(name: str, home: str, device: str, folder: Path) -> Found:

@@ -268,7 +268,11 @@ class Planner:
         if num_bytes is None:  # nobody has said how much memory there is
             num_bytes = sum(sizes) if self._policy.overlap == "backward" else 0
         taken = within(sizes, min(num_bytes, sum(sizes)))
-        return tuple(unit.index for unit, is_taken in zip(self._undone, taken, strict=True) if is_taken)
+        left = num_bytes - sum(itertools.compress(sizes, taken))
+        for place in reversed(range(len(sizes))):  # what is left goes to units whose gradients come first
+            if not taken[place] and sizes[place] <= left:
+                taken[place], left = True, left - sizes[place]
+        return tuple(unit.index for unit in itertools.compress(self._undone, taken))
 
     def _draft_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
         """Bytes of the second copies of a unit's weights and of its states."""
