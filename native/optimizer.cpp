@@ -90,7 +90,7 @@ static bool has_valid_master(const tm_step *step) {
 
 static bool has_valid_sources(const tm_step *step) {
     for (int i = 0; i < 3; ++i)
-        if (step->sources[2 + i] && tm_dtype_is_q8(step->moments[i].dtype) && !step->source_scales[i])
+        if (step->sources[2 + i] && tm_dtype_is_q8(step->moments[i].dtype) && !step->source_scales[2 + i])
             return false;
     return true;
 }
@@ -300,7 +300,7 @@ static void copy_elements(const tm_step *asked, uint64_t begin, uint64_t n) {
     copy_part(&asked->weight, asked->sources[0], nullptr, begin, n);
     copy_part(&asked->master, asked->sources[1], nullptr, begin, n);
     for (int i = 0; i < 3; ++i)
-        copy_part(&asked->moments[i], asked->sources[2 + i], asked->source_scales[i], begin, n);
+        copy_part(&asked->moments[i], asked->sources[2 + i], asked->source_scales[2 + i], begin, n);
 }
 
 // ---- tasks -------------------------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ typedef struct tm_step {
     /* A step beside what it replaces: where the weight, the master and the moments are read, in the format in which
      * they are written. NULL: where they are written. Does not overlap what is written. */
     const void *sources[5];
-    const uint8_t *source_scales[3]; /* of 8-bit moments */
+    const uint8_t *source_scales[5]; /* of 8-bit moments */
 } tm_step;
 
 /* One pass over memory, fp32 arithmetic, no FMA, true division and square root, in this order per element:

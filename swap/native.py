@@ -507,13 +507,10 @@ def _set_part(slot: Any, part: Moment | None, is_positive: bool = False) -> None
 
 def _set_sources(step: Any, parts: StepParts, source: StepParts) -> None:
     """Sets where the parts of a tm_step are read that are not stepped in place."""
-    moments = zip(parts.moments, source.moments, strict=True)
-    for number, pair in enumerate([(parts.weight, source.weight), (parts.master, source.master), *moments]):
+    for number, pair in enumerate(zip(parts.stepped, source.stepped, strict=True)):
         own, other = (_part(each, False) for each in pair)
         if own.data != other.data:
-            step.sources[number] = other.data
-            if other.scales:
-                step.source_scales[number - 2] = other.scales
+            step.sources[number], step.source_scales[number] = other.data, other.scales
 
 
 def store_gradient(

@@ -55,6 +55,11 @@ class StepParts(NamedTuple):
     moments: Sequence[Moment] = ()
     source: StepParts | None = None
 
+    @property
+    def stepped(self) -> list[Moment | None]:
+        """All but the gradient: the weight, the master and the moments."""
+        return [self.weight, self.master, *self.moments]
+
 
 class StepRule(NamedTuple):
     """The rule of one step and its scalars, in double; which rule looks at what: tm_step_scalars in native/tiermem.h."""
@@ -128,12 +133,9 @@ def check_parts(rule: StepRule, parts: StepParts, start_master: bool, device: to
         )
     if parts.source is not None:
         check_parts(rule, parts.source._replace(grad=parts.grad), start_master, device)
-        kinds = [
-            [getattr(part, "dtype", None) for part in (each.weight, each.master, *each.moments)]
-            for each in (parts, parts.source)
-        ]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"a step reads {kinds[1]} and writes {kinds[0]}: a source has the dtypes of the parts")
+        written, read = ([getattr(p, "dtype", None) for p in each.stepped] for each in (parts, parts.source))
+        if written != read:
+            raise ValueError(f"a step reads {read} and writes {written}: a source has the dtypes of the parts")
 
 
 def check_moment(name: str, moment: Moment, numel: int, device: torch.device = CPU) -> None:
