@@ -36,11 +36,12 @@ def test_no_wait_in_forward_and_backward_and_no_pageable_copy_in_a_step(
     assert found["step"] | NONE == found["step"], found
 
 
+@pytest.mark.parametrize("overlap", ["auto", "backward"])
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
-def test_gradients_that_rest_on_the_device_wait_once(tier: Tier, sim: ModuleType, tmp_path: Path) -> None:
+def test_gradients_that_rest_on_the_device_wait_once(tier: Tier, overlap: str, sim: ModuleType, tmp_path: Path) -> None:
     """For their norm. A helper thread waits for each tile's."""
     sim.set_schedule("late")
-    found = count("sim", tmp_path, params=tier, optim=tier, grads=Tier.DEVICE)
+    found = count("sim", tmp_path, params=tier, optim=tier, grads=Tier.DEVICE, overlap=overlap)
     assert_no_waits(found)
     assert found["step"]["main"] == 1, found
 
