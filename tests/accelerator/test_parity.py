@@ -150,7 +150,7 @@ def trained_in(room: str, device: str) -> tuple[Found, list[set[int]], Shards]:
     whole, body, param = host_bytes_of(model, "forward"), model.layers[:3], model.layers[4].up.weight
     body.requires_grad_(False)
     less, more = (host_bytes_of(model, overlap) for overlap in ("forward", "backward"))
-    host_bytes = {"all": None, "a part": (less + more) // 2, "for now": whole + (48 << 10)}[room]
+    host_bytes = {"all": None, "a part": (less + more) // 2, "for now": whole + (180 << 10)}[room]
     homes = {"grads": Tier.DEVICE, "overlap": "backward", "host_bytes": host_bytes} if device != "cpu" else {}
     early, losses = list[set[int]](), list[torch.Tensor]()
     with tiermem.shard(model, dataclasses.replace(IN_MEMORY, **homes), device=device) as shards:  # type: ignore[arg-type]
