@@ -217,13 +217,15 @@ class OffloadPolicy:
     or only when a checkpoint is opened."""
     overlap: Overlap = "auto"
     """What runs beside the tiles of an optimizer step (zero/step_run.py): nothing, so that `step` returns when the last one is
-    written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles on NVMe are stepped when
-    their gradients have come, and count if the step finds them as assumed (optim/tentative.py), which takes one more slot on
-    disk, and memory for a second copy of weights that rest there. The bits are the same. "auto": forward where states on NVMe,
-    or on HOST beside an accelerator, belong to units that are fetched, unless each step is durable."""
+    written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles are stepped when their
+    gradients have come, and count if the step finds them as assumed (optim/tentative.py). That takes one more slot on disk, and
+    memory for a second copy of weights that rest there. Beside an accelerator it takes memory for second copies of weights and
+    states on HOST: of all units, or of as many as host_bytes leaves room for. The bits are the same. "auto": forward where
+    states on NVMe, or on HOST beside an accelerator, belong to units that are fetched, unless each step is durable."""
     early_steps: bool = False
-    """With overlap "auto": whether steps of states on NVMe may also begin under backward, where the plan has room. An engine
-    that does not clip gradients sets it: a step that clips is made again."""
+    """With overlap "auto": whether such steps may also begin under backward, of states on NVMe that a CPU computes with, or of
+    states on HOST beside an accelerator, where the plan has room: in memory only if host_bytes says how much. An engine that
+    does not clip gradients sets it: a step that clips is made again."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)
     """How the queue moves blocks."""
     timeout_s: Seconds = 1800.0

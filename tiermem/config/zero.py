@@ -78,9 +78,10 @@ class OwnConfig(ConfigModel):
     unit's buffer takes 4 bytes an element. Stage 3 alone."""
     overlap: Overlap = OffloadPolicy.overlap
     """What runs beside the tiles of an optimizer step: nothing; or the next forward, whose fetches wait for their own units; or
-    backward as well, which steps states on NVMe as gradients come, and steps them again where the step finds anything not as
-    assumed, such as clipping. backward takes one more slot on disk, and memory for a second copy of weights that rest there.
-    The bits are the same. auto: backward where gradient_clipping is 0 and there is room, else forward, where it pays."""
+    backward as well, which steps states as gradients come, and steps them again where the step finds anything not as assumed,
+    such as clipping. backward takes one more slot on disk, and memory for a second copy of weights that rest there; beside an
+    accelerator also of states there, of as many units as the memory is given for. The bits are the same. auto: backward where
+    gradient_clipping is 0 and there is room, else forward, where it pays."""
     frozen_quant_type: FrozenQuantType | None = OffloadPolicy.frozen_quant_type
     """Keep frozen weights of two dimensions or more in blocks where they rest: int8 (8.5 bits per element) or nf4 (4.5 bits, as
     in QLoRA). The maths and state dicts see them in their own dtype. Stage 3 alone. Not set: as they are."""
