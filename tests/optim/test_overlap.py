@@ -95,8 +95,9 @@ class Loop:
             self._has_gradients = False
 
     def train(self, number: int) -> None:
+        """Half of these steps clip."""
         self.micro(number)
-        self.step(3 * number + 1)
+        self.step(3 * number + 1 + number % 2)
 
     def edit(self, number: int) -> None:
         if self._has_gradients:
