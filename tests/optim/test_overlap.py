@@ -559,7 +559,7 @@ def test_an_interrupt_leaves_the_step_under_way(trained: Any, monkeypatch: pytes
         with monkeypatch.context() as patched:
             if is_interrupted:
 
-                def interrupt(self: Any, timeout_s: float) -> bool:
+                def interrupt(self: Any, *_: Any) -> bool:
                     raise KeyboardInterrupt
 
                 patched.setattr(Program, "_call_next", interrupt)
