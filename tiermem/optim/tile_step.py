@@ -65,9 +65,7 @@ class Places(NamedTuple):
     grad: torch.Tensor | None  # None except in a step
     views: StateViews
     names: Sequence[str]  # of the moments, as in torch
-    source: tuple[torch.Tensor, StateViews] | None = (
-        None  # the weight and the states that a step reads; None: those above
-    )
+    source: tuple[torch.Tensor, StateViews] | None = None  # the weight and states that a step reads; None: these
 
     @property
     def numel(self) -> int:
