@@ -4,9 +4,11 @@
 //                                       -> else chunks that stay in the first-level cache:
 //                                              widen every part | the rule's loop in fp32 | narrow every part
 //
+// A step beside what it replaces copies a few elements, then steps them while they are in a cache.
 // Parts in fp32 are stepped where they lie. Both ways give the same bits. Formulas and formats: tiermem.h.
 
 #include <errno.h>
+#include <string.h>
 
 #include "cpu.h"
 #include "parts.h"
@@ -21,6 +23,7 @@ const uint64_t LARGEST_TASK = 16 * SMALLEST_TASK;
 const uint64_t ENOUGH_TASKS = 64; // for the workers to end together
 const uint64_t CHUNK = 512;
 const uint64_t STREAMED = 1 << 20; // elements from which on no cache keeps a step's parts
+const uint64_t COPIED = 1 << 14;   // elements whose copies a cache keeps until they are stepped
 
 struct Step {
     const tm_loops *loops;
@@ -29,6 +32,7 @@ struct Step {
     tm_rule_loop *rule;
     const tm_fused *fused; // NULL: through chunks
     bool is_dithered;      // some part is rounded stochastically
+    bool is_beside;        // some part is read elsewhere than it is written
     uint64_t task_numel;
 };
 
@@ -84,11 +88,25 @@ static bool has_valid_master(const tm_step *step) {
     return master->dtype == TM_F32 || (master->dtype == TM_SPLIT && weight->dtype == TM_BF16);
 }
 
+static bool has_valid_sources(const tm_step *step) {
+    for (int i = 0; i < 3; ++i)
+        if (step->sources[2 + i] && tm_dtype_is_q8(step->moments[i].dtype) && !step->source_scales[2 + i])
+            return false;
+    return true;
+}
+
+static bool is_beside(const tm_step *step) {
+    for (const void *source : step->sources)
+        if (source)
+            return true;
+    return false;
+}
+
 static bool is_valid(const tm_step *step) {
     const uint32_t flags = TM_STEP_START | TM_STEP_MAXIMIZE | TM_STEP_NESTEROV | TM_STEP_UNFUSED;
     return (step->rounding == TM_NEAREST || step->rounding == TM_STOCHASTIC) && (step->flags & ~flags) == 0 &&
            step->first_element + step->n >= step->n && tm_part_is_plain(&step->grad) && has_valid_moments(step) &&
-           has_valid_master(step);
+           has_valid_master(step) && has_valid_sources(step);
 }
 
 static tm_constants round_scalars(const tm_step *step) {
@@ -259,7 +277,7 @@ static uint64_t step_fused(const Step *step, uint64_t begin, uint64_t n) {
     streams.v = v.data;
     streams.m_scales = m.scales;
     streams.v_scales = v.scales;
-    streams.is_streamed = asked->n >= STREAMED;
+    streams.is_streamed = asked->n >= STREAMED && !step->is_beside;
     streams.master_dither = tm_dither_at(asked->key, asked->step, TM_DITHER_MASTER, element);
     streams.moment_dithers[0] = tm_dither_at(asked->key, asked->step, TM_DITHER_M, element);
     streams.moment_dithers[1] = tm_dither_at(asked->key, asked->step, TM_DITHER_V, element);
@@ -267,21 +285,50 @@ static uint64_t step_fused(const Step *step, uint64_t begin, uint64_t n) {
     return n;
 }
 
+// ---- beside what is replaced -------------------------------------------------------------------------------------
+
+static void copy_part(const tm_part *part, const void *source, const uint8_t *scales, uint64_t begin, uint64_t n) {
+    if (!source || is_absent(part))
+        return;
+    const tm_part to = tm_part_at(part, begin);
+    memcpy(to.data, tm_dtype_at(source, part->dtype, begin), n * tm_dtype_bytes(part->dtype));
+    if (tm_dtype_is_q8(part->dtype))
+        memcpy(to.scales, scales + begin / TM_Q8_BLOCK, (n + TM_Q8_BLOCK - 1) / TM_Q8_BLOCK);
+}
+
+static void copy_elements(const tm_step *asked, uint64_t begin, uint64_t n) {
+    copy_part(&asked->weight, asked->sources[0], nullptr, begin, n);
+    copy_part(&asked->master, asked->sources[1], nullptr, begin, n);
+    for (int i = 0; i < 3; ++i)
+        copy_part(&asked->moments[i], asked->sources[2 + i], asked->source_scales[2 + i], begin, n);
+}
+
+// ---- tasks -------------------------------------------------------------------------------------------------------
+
 // The CPU reads ahead of where a task ends, into memory that another thread will read: the fewer ends, the better.
 static uint64_t numel_of_tasks(uint64_t n) {
     const uint64_t numel = n / ENOUGH_TASKS / SMALLEST_TASK * SMALLEST_TASK;
     return numel < SMALLEST_TASK ? SMALLEST_TASK : numel > LARGEST_TASK ? LARGEST_TASK : numel;
 }
 
-static void step_task(void *context, uint64_t index) {
-    const Step *step = (const Step *)context;
-    const uint64_t n = step->asked->n, numel = step->task_numel;
-    uint64_t begin = index * numel;
-    const uint64_t end = n - begin < numel ? n : begin + numel;
+static void step_elements(const Step *step, uint64_t begin, uint64_t end) {
     if (step->fused)
         begin += step_fused(step, begin, end - begin);
     for (; begin < end; begin += CHUNK)
         step_chunk(step, begin, end - begin < CHUNK ? end - begin : CHUNK);
+}
+
+static void step_task(void *context, uint64_t index) {
+    const Step *step = (const Step *)context;
+    const uint64_t n = step->asked->n, numel = step->task_numel;
+    uint64_t begin = index * numel;
+    const uint64_t end = n - begin < numel ? n : begin + numel, most = step->is_beside ? COPIED : numel;
+    for (; begin < end; begin += most) {
+        const uint64_t stop = end - begin < most ? end : begin + most;
+        if (step->is_beside)
+            copy_elements(step->asked, begin, stop - begin);
+        step_elements(step, begin, stop);
+    }
 }
 
 int tm_optimizer_step(tm_workers *workers, const tm_step *asked) {
@@ -290,8 +337,9 @@ int tm_optimizer_step(tm_workers *workers, const tm_step *asked) {
     if (asked->n == 0)
         return 0;
     tm_float_mode mode; // the scalars are rounded in it too
-    Step step = {tm_loops_chosen(),       asked, round_scalars(asked), nullptr, nullptr, needs_words(asked),
-                 numel_of_tasks(asked->n)};
+    Step step = {
+        tm_loops_chosen(),       asked, round_scalars(asked), nullptr, nullptr, needs_words(asked), is_beside(asked),
+        numel_of_tasks(asked->n)};
     step.rule = step.loops->rules[loop_of(asked)];
     step.fused = find_fused(&step);
     tm_workers_run(workers, (asked->n - 1) / step.task_numel + 1, step_task, &step);

@@ -299,6 +299,10 @@ typedef struct tm_step {
     uint32_t flags;
     uint32_t reserved;
     tm_step_scalars scalars;
+    /* A step beside what it replaces: where the weight, the master and the moments are read, in the format in which
+     * they are written. NULL: where they are written. Does not overlap what is written. */
+    const void *sources[5];
+    const uint8_t *source_scales[5]; /* of 8-bit moments */
 } tm_step;
 
 /* One pass over memory, fp32 arithmetic, no FMA, true division and square root, in this order per element:

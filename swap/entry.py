@@ -516,6 +516,15 @@ class Entry:
         self.expect("put", EntryState.HOME)
         self.slot, self.owns_slot, self.state = slot, True, EntryState.PRESENT
 
+    def exchange(self, slot: Slot) -> Slot:
+        """PRESENT -> PRESENT: another slot becomes the home of an entry on HOST. Returns the one before."""
+        if self.home is not Tier.HOST or self.slot is None or slot.num_bytes != self.slot.num_bytes:
+            raise ValueError(
+                f"{self.name!r} of {self.num_bytes} bytes on {self.home.name} cannot rest in {slot.num_bytes} bytes of HOST"
+            )
+        self.slot, before = slot, self.slot
+        return before
+
     def come(self, move: Move, slot: Slot, owns_slot: bool) -> None:
         """HOME, LEAVING or LOST -> COMING."""
         self.expect("fetched", EntryState.HOME, EntryState.LEAVING, EntryState.LOST)

@@ -424,6 +424,8 @@ def step_struct(
         _set_part(slot, part)
     for slot, kind, moment in zip(step.moments, MOMENTS[rule.name], parts.moments, strict=False):
         _set_part(slot, moment, kind.is_positive)
+    if parts.source is not None:
+        _set_sources(step, parts, parts.source)
     if dither is not None:
         step.rounding = lib.TM_STOCHASTIC
         step.key, step.step, step.first_element = dither
@@ -487,7 +489,7 @@ def _handle(workers: Workers | None) -> object:
     return ffi.NULL if workers is None else workers.handle
 
 
-def _part(part: Moment, is_positive: bool) -> object:
+def _part(part: Moment | None, is_positive: bool) -> Any:
     slot = ffi.new("tm_part *")
     _set_part(slot, part, is_positive)
     return slot
@@ -501,6 +503,14 @@ def _set_part(slot: Any, part: Moment | None, is_positive: bool = False) -> None
     elif part is not None:
         slot.data = _pointer(part)
         slot.dtype = lib.TM_SPLIT if part.dtype in SPLIT else _DTYPES[part.dtype]
+
+
+def _set_sources(step: Any, parts: StepParts, source: StepParts) -> None:
+    """Sets where the parts of a tm_step are read that are not stepped in place."""
+    for number, pair in enumerate(zip(parts.stepped, source.stepped, strict=True)):
+        own, other = (_part(each, False) for each in pair)
+        if own.data != other.data:
+            step.sources[number], step.source_scales[number] = other.data, other.scales
 
 
 def store_gradient(

@@ -43,12 +43,22 @@ Moment = torch.Tensor | Quantised
 
 
 class StepParts(NamedTuple):
-    """The tensors of one step. Moments in the order of MOMENTS; those that are optional may be missing."""
+    """The tensors of one step. Moments in the order of MOMENTS; those that are optional may be missing.
+
+    source: what the step reads in their place, in the same dtypes; its gradient is not looked at. A tensor that is also one of
+    the parts is stepped in place. None: all are. Native code alone steps parts with a source.
+    """
 
     weight: torch.Tensor | None
     master: torch.Tensor | None
     grad: torch.Tensor
     moments: Sequence[Moment] = ()
+    source: StepParts | None = None
+
+    @property
+    def stepped(self) -> list[Moment | None]:
+        """All but the gradient: the weight, the master and the moments."""
+        return [self.weight, self.master, *self.moments]
 
 
 class StepRule(NamedTuple):
@@ -121,6 +131,11 @@ def check_parts(rule: StepRule, parts: StepParts, start_master: bool, device: to
         raise ValueError(
             f"nesterov needs sgd with a momentum; the rule is {rule.name!r} with {len(parts.moments)} moments"
         )
+    if parts.source is not None:
+        check_parts(rule, parts.source._replace(grad=parts.grad), start_master, device)
+        written, read = ([getattr(p, "dtype", None) for p in each.stepped] for each in (parts, parts.source))
+        if written != read:
+            raise ValueError(f"a step reads {read} and writes {written}: a source has the dtypes of the parts")
 
 
 def check_moment(name: str, moment: Moment, numel: int, device: torch.device = CPU) -> None:

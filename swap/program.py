@@ -183,8 +183,7 @@ class Program(Generic[T]):
             self._running = Running(planned, work, lane, bool(flags & AWAITED))
             self._add(self._running, plans)
             self._begun.clear()
-            if self._running.is_brought:
-                self._brought = self._help().submit(self._bring_all, self._running)
+            self._serve_aside(self._running)
         except BaseException:
             self.drop()
             raise
@@ -194,7 +193,8 @@ class Program(Generic[T]):
 
         Its tiles are read, computed and written as those of a run, beside the bytes that they replace. Until `commit` no read
         finds the results. `drop`, `start` and `run` discard them. Tiles that need their caller are left out. What comes later
-        goes first, as the next forward needs it; what `commit` adds goes before all of these.
+        goes first, as the next forward needs it, but for tiles that are brought, which become ready in order; what `commit`
+        adds goes before all of these.
 
         total: the number of tiles of the run that it may become. Raises what `work` raises, NoSlotError and OSError as a write
         does; then nothing is given. False: the run has failed, or another one is under way.
@@ -224,6 +224,7 @@ class Program(Generic[T]):
         self._running, given = running, {id(each.tile) for each in running.planned}
         try:
             self._add(running, self._plan([tile for tile in tiles if id(tile) not in given], work))
+            self._serve_aside(running)
         except BaseException:
             self.drop()
             raise
@@ -256,8 +257,8 @@ class Program(Generic[T]):
         """Blocks until every tile of a unit has been computed; they go before all others. Raises the error of the run."""
         running = self._running
         while running is not None:
-            if not running.is_native:
-                self._call_next(0.0)
+            if not running.is_native and self._brought is None:
+                self._call_next(running, 0.0)
             has_ended = self._program().wait(unit, False, SLICE_S if running.is_native else SLICE_S / 100)
             if has_ended is False or running.is_cut:
                 raise self._error(running, True)
@@ -311,7 +312,7 @@ class Program(Generic[T]):
             return
         start_ns = time.monotonic_ns()
         try:
-            while not (self._await(SLICE_S) if self._brought is not None else self._call_next(SLICE_S)):
+            while not (self._await(SLICE_S) if self._brought is not None else self._call_next(running, SLICE_S)):
                 pass
         except BaseException:
             if not running.is_native:
@@ -353,7 +354,7 @@ class Program(Generic[T]):
             self._take_slots()
         try:
             plans = [self._plans.whole(tile, work, self._first_slot, None, is_apart=True) for tile in tiles]
-            plans = [each for each in plans if each.is_native and not each.is_brought]
+            plans = [each for each in plans if each.is_native]
             if is_first and plans:
                 self._program().run(self._buffers(), [], total, 0, BACKGROUND)
                 self._tentative = Running([], work, lane, False)
@@ -364,36 +365,46 @@ class Program(Generic[T]):
         if self._tentative is None:
             self._give_slots_back()
             return True
-        planned = self._tentative.planned
-        is_added = self._program().add([each.native._replace(turn=total - len(planned)) for each in plans])
-        planned.extend(plans if is_added else ())
-        return is_added and not self.has_failed
+        num_given = len(self._tentative.planned)
+        is_given = self._give(self._tentative, plans, [total - num_given * (not each.is_brought) for each in plans])
+        self._serve_aside(self._tentative)
+        return is_given and not self.has_failed
 
     def _add(self, running: Running[T], plans: Iterator[TilePlan[T]]) -> None:
         """Gives a run its other tiles, while it is under way."""
         while chunk := list(itertools.islice(plans, _CHUNK)):
-            if not self._program().add([each.native for each in chunk]):
+            if not self._give(running, chunk, [0] * len(chunk)):
                 running.cut()
                 break  # it has failed: `finish` raises the error
-            running.planned.extend(chunk)
         running.show()
 
+    def _give(self, running: Running[T], plans: Sequence[TilePlan[T]], turns: Sequence[int]) -> bool:
+        """Adds tiles to a run, which may be brought before this returns. False: it has failed, and does not have them."""
+        first, is_given = len(running.planned), False
+        running.planned.extend(plans)
+        try:
+            native = [each.native._replace(turn=turn) for each, turn in zip(plans, turns, strict=True)]
+            is_given = self._program().add(native)
+        finally:
+            if not is_given:
+                del running.planned[first:]
+        return is_given
+
     def _help(self) -> concurrent.futures.ThreadPoolExecutor:
-        """A thread of the program, for what is not to be done in its caller's."""
-        self._helper = self._helper or concurrent.futures.ThreadPoolExecutor(1, "tiermem-program")
+        """Threads of the program, for what is not to be done in its caller's: one plans while the other brings."""
+        self._helper = self._helper or concurrent.futures.ThreadPoolExecutor(2, "tiermem-program")
         return self._helper
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
-    def _call_next(self, timeout_s: float) -> bool:
+    def _call_next(self, running: Running[T], timeout_s: float) -> bool:
         """Does the work of the next tile whose work is not native, or brings one. True: the run has ended."""
-        assert self._running is not None
         program = self._program()
         found = program.next(timeout_s)
         if not isinstance(found, tuple):
             return found
         index, buffer = found
-        running, has_failed, is_left = self._running, True, False
+        has_failed, is_left = True, False
         each = running.planned[index]
         rest: Callable[[], None] | None = None
         try:
@@ -407,20 +418,36 @@ class Program(Generic[T]):
                 self._help().submit(self._end_work, running, index, rest)
                 is_left = True
             has_failed = False
+        except Exception as error:
+            running.causes.append(error)  # before the run ends
+            raise
         finally:
             if not is_left:
                 program.done(index, has_failed)
         return False
 
-    def _bring_all(self, running: Running[T]) -> None:
-        """Brings what the tiles of a run need, until its end. In the program's thread, which sleeps in between."""
+    def _serve_aside(self, running: Running[T]) -> None:
+        """Brings what the tiles of a run need, in a thread, if nothing else is to be done for them."""
+        if self._brought is None and running.is_brought:
+            self._brought = self._help().submit(self._serve, running)
+
+    def _serve(self, running: Running[T]) -> None:
+        """Does what the tiles of a run need beside native work, until its end. In a thread, which sleeps in between."""
         while isinstance(found := self._program().next(-1e-9), tuple):
             index, buffer = found
-            tile, slot = running.planned[index].tile, self._slots[buffer]
-            self._end_work(running, index, functools.partial(running.work.bring, tile, slot))
+            self._end_work(running, index, functools.partial(self._work_on, running, index, buffer))
+
+    def _work_on(self, running: Running[T], index: int, buffer: int) -> None:
+        """All the work on a tile that is not native. Blocks."""
+        each, slot = running.planned[index], None if buffer < 0 else self._slots[buffer]
+        if each.is_native:  # and brought: its native steps follow
+            assert slot is not None
+            running.work.bring(each.tile, slot)
+        elif (ended := running.work.compute(each.tile, slot)) is not None:
+            ended.synchronize()
 
     def _end_work(self, running: Running[T], index: int, rest: Callable[[], None]) -> None:
-        """Ends the work on a tile with the rest of it. In the program's thread."""
+        """Ends the work on a tile with the rest of it. In a thread of the program."""
         has_failed = True
         try:
             rest()

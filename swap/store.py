@@ -274,6 +274,15 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             )
         return entry.tensor(entry.slot)
 
+    def exchange(self, name: str, slot: Slot) -> Slot:
+        """Makes a slot of the arena the home of a tensor on HOST; returns the slot that was its home, which the caller owns.
+
+        The tensor has the bytes of the new slot from now on. Raises ValueError on another tier, and for another size.
+        """
+        self._check_usable()
+        with self._lock:
+            return self._entries[name].exchange(slot)
+
     def is_present(self, name: str) -> bool:
         """Whether a tensor is PRESENT, so that it may be released."""
         return self._entries[name].state is EntryState.PRESENT

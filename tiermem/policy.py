@@ -219,13 +219,15 @@ class OffloadPolicy:
     or only when a checkpoint is opened."""
     overlap: Overlap = "auto"
     """What runs beside the tiles of an optimizer step (zero/step_run.py): nothing, so that `step` returns when the last one is
-    written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles on NVMe are stepped when
-    their gradients have come, and count if the step finds them as assumed (optim/tentative.py), which takes one more slot on
-    disk, and memory for a second copy of weights that rest there. The bits are the same. "auto": forward where states on NVMe,
-    or on HOST beside an accelerator, belong to units that are fetched."""
+    written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles are stepped when their
+    gradients have come, and count if the step finds them as assumed (optim/tentative.py). That takes one more slot on disk, and
+    memory for a second copy of weights that rest there. Beside an accelerator it takes memory for second copies of weights and
+    states on HOST: of all units, or of as many as host_bytes leaves room for. The bits are the same. "auto": forward where
+    states on NVMe, or on HOST beside an accelerator, belong to units that are fetched."""
     early_steps: bool = False
-    """With overlap "auto": whether steps of states on NVMe may also begin under backward, where the plan has room. An engine
-    that does not clip gradients sets it: a step that clips is made again."""
+    """With overlap "auto": whether such steps may also begin under backward, of states on NVMe that a CPU computes with, or of
+    states on HOST beside an accelerator, where the plan has room: in memory only if host_bytes says how much. An engine that
+    does not clip gradients sets it: a step that clips is made again."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)
     """How the queue moves blocks."""
     timeout_s: Seconds = 1800.0
@@ -294,9 +296,9 @@ class OffloadPolicy:
             return "none"
         if self.overlap != "auto":
             return self.overlap
-        if states is Tier.NVME:
-            return "backward" if self.early_steps and not is_gpu else "forward"
-        return "forward" if states is Tier.HOST and is_gpu else "none"
+        if states is (Tier.HOST if is_gpu else Tier.NVME):
+            return "backward" if self.early_steps else "forward"
+        return "forward" if states is Tier.NVME else "none"
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Yields the fields that do not go with the others, each with a sentence."""

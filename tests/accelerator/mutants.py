@@ -168,6 +168,19 @@ MUTANTS = {
         StateTiles, "step", "self._link.wait_stream(current_stream(shards.device))", "pass", "zeroed",
         "host, gradients on device",
     ),
+    "a tile is stepped under backward before its gradients are there": Mutant(
+        GradientStore, "await_end", "wait_event(self._ends[unit])", "query()", "plain", "host, stepped early"
+    ),
+    "the end of gradients on the device is recorded on another stream": Mutant(
+        GradientStore, "_end", "record(self._stream)", "record(current_stream(self._stream.device))", "plain",
+        "host, stepped early",
+    ),
+    "what backward has stepped takes the place of weights alone": Mutant(
+        StateTiles, "_accept", "self._store.exchange(entry, slot)", "slot", "plain", "host, stepped early"
+    ),
+    "what backward has stepped is forgotten": Mutant(
+        StateTiles, "_accept", "live.exchange(second.weights)", "pass", "plain", "host, stepped early"
+    ),
     "what the device has stepped stays there": Mutant(
         TilePass, "_send_back", "original.copy_(copy, non_blocking=is_accelerator(copy.device))", "pass", "plain",
         "host, half of the states",

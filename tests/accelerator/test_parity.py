@@ -7,6 +7,7 @@ twenty random schedules.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -15,13 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from twins import loss_of, seeded
 from zoo import Tower
 
 import tiermem
-from accelerator.sharded_programs import PROGRAMS, Found, Place, dropout
-from tiermem import OffloadPolicy, Tier
+from accelerator.sharded_programs import PROGRAMS, Found, Place, dropout, found
+from tiermem import OffloadPolicy, Precision, Shards, Tier
 from tiermem.optim.tentative import History
+from tiermem.zero.budget import make_plan
+from tiermem.zero.topology import Topology
+from tiermem.zero.unit import divide
 
 HOMES: dict[str, dict[str, Any]] = {
     "nvme": {"params": Tier.NVME, "optim": Tier.NVME},
@@ -37,14 +42,18 @@ HOMES: dict[str, dict[str, Any]] = {
     "host, most sent": {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 0.8},
     "nvme, sent": {"params": Tier.NVME, "optim": Tier.NVME, "streamed_ratio": 1.0},
     (EARLY := "nvme, stepped early"): {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "backward"},
-}
-OTHERS = [home for home in HOMES if home not in ("nvme", EARLY)]
-EVERY = [(name, home) for name in PROGRAMS for home in HOMES if (name, home) != ("stepped_in_backward", EARLY)]
+    (UNDONE := "host, stepped early"): {
+        "params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE, "overlap": "backward",
+    },
+}  # fmt: skip
+OTHERS = [home for home in HOMES if home not in ("nvme", EARLY, UNDONE)]
+EVERY = [(name, home) for name in PROGRAMS for home in HOMES if name != "stepped_in_backward" or home[-5:] != "early"]
 FEW = {(name, "nvme") for name in PROGRAMS}
 FEW |= {(name, OTHERS[i % len(OTHERS)]) for i, name in enumerate(list(PROGRAMS)[::2])}
 FEW |= {("read_after_steps", "host, gradients on device"), ("saved_and_resumed", "nvme, gradients on device")}
 FEW |= {(name, "nvme, gradients on device") for name in ("unfrozen", "one_matrix_of_muon")}
 FEW |= {(name, EARLY) for name in ("plain", "clipped", "accumulated", "tied", "seen_from_outside", "in_fp16")}
+FEW |= {(name, UNDONE) for name in ("plain", "clipped", "accumulated", "unfrozen", "evaluated_between", "in_fp16")}
 
 
 def run(name: str, home: str, device: str, folder: Path) -> Found:
@@ -123,6 +132,58 @@ def test_tiles_on_nvme_are_stepped_while_backward_runs_on_the_device(sim: Module
             optim.zero_grad()
         assert num_early > 0
         assert shards.steps.num_redone == 0
+
+
+IN_MEMORY = OffloadPolicy(
+    params=Tier.HOST, optim=Tier.HOST, precision=Precision.preset("tiny"), tile_numel=8192, persistence_numel=50,
+    unit_buffers=3, tile_buffers=2,
+)  # fmt: skip
+
+
+def host_bytes_of(model: nn.Module, overlap: str) -> int:
+    policy = dataclasses.replace(IN_MEMORY, grads=Tier.DEVICE, overlap=overlap)  # type: ignore[arg-type]
+    return make_plan(divide(model, policy, 1), policy, Topology(None, 0, 1, 1, 0), True, 1).host_bytes
+
+
+def trained_in(room: str, device: str) -> tuple[Found, list[set[int]], Shards]:
+    """Ten steps of a model in memory. A parameter is frozen for two of them; three blocks are, until the seventh.
+
+    room: "all": for second copies of all units; "a part": of some, and the blocks stay frozen; "for now": that the blocks need
+    later. Returns what was computed, the units that each backward stepped, and the closed model.
+    """
+    model = seeded(lambda: Tower(num_blocks=6)).bfloat16()
+    whole, body, param = host_bytes_of(model, "forward"), model.layers[:3], model.layers[4].up.weight
+    body.requires_grad_(False)
+    less, more = (host_bytes_of(model, overlap) for overlap in ("forward", "backward"))
+    host_bytes = {"all": None, "a part": (less + more) // 2, "for now": whole + (180 << 10)}[room]
+    homes = {"grads": Tier.DEVICE, "overlap": "backward", "host_bytes": host_bytes} if device != "cpu" else {}
+    early, losses = list[set[int]](), list[torch.Tensor]()
+    with tiermem.shard(model, dataclasses.replace(IN_MEMORY, **homes), device=device) as shards:  # type: ignore[arg-type]
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(10):
+            param.requires_grad_(step not in (3, 4))
+            if step == 6 and room != "a part":
+                body.requires_grad_(True)
+            losses.append(loss_of(model, step, device))
+            losses[-1].backward()
+            early.append({tile.live.unit.index for tile in shards.program.attempted})
+            optim.step()
+            optim.zero_grad()
+        assert shards.steps.num_redone == 0
+        return found(shards, model, optim, losses), early, shards
+
+
+@pytest.mark.parametrize(("room", "first", "later"), [("all", 5, 5), ("a part", 2, 2), ("for now", 5, 0)])
+def test_units_in_memory_are_stepped_under_backward_as_far_as_there_is_room(
+    room: str, first: int, later: int, sim: ModuleType
+) -> None:
+    """Not those that are unfrozen later, whose states have no second copy."""
+    sim.set_schedule("late")
+    mine, early, shards = trained_in(room, "sim")
+    assert differences(mine, trained_in(room, "cpu")[0]) == []
+    seventh = first if room == "a part" else 0  # the first step with blocks that were frozen makes their states
+    assert list(map(len, early)) == [0, 0, *[first] * 4, seventh, *[later] * 3]
+    assert early[-1] == set(shards.plan.drafted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -36,6 +36,7 @@ def test_no_wait_in_forward_and_backward_and_no_pageable_copy_in_a_step(
     assert found["step"] | NONE == found["step"], found
 
 
+@pytest.mark.parametrize("overlap", ["auto", "backward"])
 @pytest.mark.parametrize(
     "homes",
     [
@@ -45,10 +46,12 @@ def test_no_wait_in_forward_and_backward_and_no_pageable_copy_in_a_step(
     ],
     ids=["host", "nvme", "host, states there"],
 )
-def test_gradients_that_rest_on_the_device_wait_once(homes: dict[str, Any], sim: ModuleType, tmp_path: Path) -> None:
+def test_gradients_that_rest_on_the_device_wait_once(
+    homes: dict[str, Any], overlap: str, sim: ModuleType, tmp_path: Path
+) -> None:
     """For their norm. A helper thread waits for each tile's; nothing waits for weights that come back."""
     sim.set_schedule("late")
-    found = count("sim", tmp_path, **homes)
+    found = count("sim", tmp_path, overlap=overlap, **homes)
     assert_no_waits(found)
     assert found["step"]["main"] == 1, found
 

@@ -94,7 +94,7 @@ def test_a_step_on_the_device_takes_its_time_and_crosses_no_link() -> None:
     assert not on_cpu.busy_s["maths"].get("step") and on_cpu.busy_s["kernels"]["step"] > 0
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_gradients_on_the_device_cross_the_link_once_when_the_cpu_steps_them(overlap: str) -> None:
     """In the step, after two micro-batches, and never in backward."""
     plan, forecast = played(None, True, params=Tier.HOST, optim=Tier.HOST, grads=Tier.DEVICE, overlap=overlap)

@@ -17,10 +17,18 @@ from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import HOST_TO_NVME, NVME_TO_HOST
 from tiermem.precision import Precision
 from tiermem.zero.budget import make_plan
+from tiermem.zero.plan import Plan
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 
+HOMES: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "persistence_numel": 50, "tile_numel": 4096}
 RATES = Rates(1e9, 2e9, kernel_bytes_s=1e12, use_s=0.0, tile_s=0.0)
+
+
+def planned(overlap: str, folder: Path, is_gpu: bool, num_blocks: int, **fields: Any) -> Plan:
+    policy = OffloadPolicy(paths=[folder], overlap=overlap, **(HOMES | fields))
+    model: nn.Module = seeded(lambda: Tower(num_blocks=num_blocks)).to(torch.bfloat16)
+    return make_plan(divide(model, policy, 1), policy, Topology(None, 0, 1, 1, 0), is_gpu, 1)
 
 
 def forecast(
@@ -34,8 +42,7 @@ def forecast(
     **fields: Any,
 ) -> tuple[Forecast, int]:
     """The forecast, and the bytes of weights on NVMe. seconds: of a parameter's forward; its backward takes as many."""
-    homes: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "persistence_numel": 50, "tile_numel": 4096}
-    policy = OffloadPolicy(paths=[folder], overlap=overlap, **(homes | fields))
+    policy = OffloadPolicy(paths=[folder], overlap=overlap, **(HOMES | fields))
     model: nn.Module = seeded(lambda: Tower(num_blocks=num_blocks)).to(torch.bfloat16)
     topology = Topology(None, 0, 1, 1, 0)
     division = divide(model, policy, 1)
@@ -134,3 +141,17 @@ def test_without_time_under_backward_all_is_stepped_after_it(tmp_path: Path) -> 
     window, early = (forecast(overlap, 0.0, tmp_path, num_blocks=40)[0] for overlap in ("forward", "backward"))
     assert early.edge_bytes(NVME_TO_HOST) == window.edge_bytes(NVME_TO_HOST)
     assert early.total_s == pytest.approx(window.total_s, rel=0.02)
+
+
+@pytest.mark.parametrize("grads", [Tier.DEVICE, Tier.HOST])
+def test_states_in_memory_are_stepped_under_backward_by_kernels_that_have_time(grads: Tier, tmp_path: Path) -> None:
+    """Beside an accelerator, those of units that have a second copy: half of them take more of the next forward."""
+    given: dict[str, Any] = {"params": Tier.HOST, "optim": Tier.HOST, "grads": grads, "num_blocks": 40, "is_gpu": True}
+    rates = dataclasses.replace(RATES, kernel_bytes_s=2e9)
+    times = {}
+    for share in (0.0, 0.5, 1.0):
+        least = planned("forward", tmp_path, **given).host_bytes
+        most = planned("backward", tmp_path, **given).host_bytes
+        budget = round(least + share * (most - least)) + 8192
+        times[share] = forecast("backward", 4e-9, tmp_path, rates, host_bytes=budget, **given)[0].total_s
+    assert times[1.0] < times[0.5] < 0.97 * times[0.0]

@@ -11,10 +11,12 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from accelerator.fixture import sim
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -38,6 +40,7 @@ from tiermem.swap.tile_plan import TilePlans
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.unit_state import UnitState
 
+__all__ = ["sim"]
 Optim = tiermem.AdamW
 WIDENED: dict[str, Any] = {"params": Tier.HOST, "compute_dtype": "fp32"}
 """Weights of 16 bits that are fetched although they rest in memory."""
@@ -80,7 +83,7 @@ class Loop:
         self.seen: list[Any] = []
 
     def micro(self, number: int) -> None:
-        loss = loss_of(self._model, number)
+        loss = loss_of(self._model, number, self._shards.device)
         loss.backward()
         self.seen.append(loss.item())
         self._has_gradients = True
@@ -94,8 +97,9 @@ class Loop:
             self._has_gradients = False
 
     def train(self, number: int) -> None:
+        """Half of these steps clip."""
         self.micro(number)
-        self.step(3 * number + 1)
+        self.step(3 * number + 1 + number % 2)
 
     def edit(self, number: int) -> None:
         if self._has_gradients:
@@ -111,7 +115,7 @@ class Loop:
 
     def evaluate(self, number: int) -> None:
         with torch.no_grad():
-            self.seen.append(loss_of(self._model, number).item())
+            self.seen.append(loss_of(self._model, number, self._shards.device).item())
 
     def read_state(self, number: int) -> None:
         param = self._param(number)
@@ -153,7 +157,7 @@ class Loop:
 
         handle = self._model.layers[number % 4].up.register_forward_pre_hook(stop)  # type: ignore[union-attr,index]
         with pytest.raises(Stopped):
-            loss_of(self._model, number)
+            loss_of(self._model, number, self._shards.device)
         handle.remove()
 
     def unfreeze(self, number: int) -> None:
@@ -205,6 +209,15 @@ HOMES: dict[str, dict[str, Any]] = {
     "each step durable": EACH,
     "stage 2": {"stage": 2, "params": Tier.DEVICE},
 }
+IN_MEMORY: dict[str, Any] = {"params": Tier.HOST, "optim": Tier.HOST}
+BESIDE: dict[str, dict[str, Any]] = {
+    "in memory, gradients on the device": {**IN_MEMORY, "grads": Tier.DEVICE},
+    "in memory": IN_MEMORY,
+    "in memory, gradients on nvme": {**IN_MEMORY, "grads": Tier.NVME},
+    "in memory, widened": {**IN_MEMORY, "compute_dtype": "fp32"},
+    "on nvme, gradients on the device": {"grads": Tier.DEVICE},
+}
+"""Homes beside an accelerator."""
 WAYS = st.fixed_dictionaries(
     {
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
@@ -225,7 +238,7 @@ def run(program: Sequence[tuple[str, int]], way: dict[str, Any], overlap: str) -
     with tempfile.TemporaryDirectory() as folder:
         on_disk, saved = Path(folder, "disk"), Path(folder, "saved")
         on_disk.mkdir()
-        fields = dict(HOMES[way["home"]])
+        fields = dict((HOMES | BESIDE)[way["home"]])
         fields |= {name: way[name] for name in ("tile_numel", "tile_buffers")}
         fields |= {"precision": Precision.preset(way["precision"]), "io": IoSettings(way["engine"])}
         if way["optimizer"] == "muon":
@@ -277,6 +290,19 @@ def test_any_program_shows_the_same_bits(program: list[tuple[str, int]], way: di
 @settings(max_examples=300, deadline=None, suppress_health_check=CHECKS)
 @given(PROGRAM, WAYS)
 def test_any_program_shows_the_same_bits_long(program: list[tuple[str, int]], way: dict[str, Any]) -> None:
+    check_alike(program, way)
+
+
+BESIDE_WAYS = st.tuples(WAYS, st.sampled_from(sorted(BESIDE))).map(lambda pair: pair[0] | {"home": pair[1]})
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
+@given(program=PROGRAM, way=BESIDE_WAYS, schedule=st.sampled_from(["at_once", "late", "random:1", "random:2"]))
+def test_any_program_shows_the_same_bits_beside_an_accelerator(
+    program: list[tuple[str, int]], way: dict[str, Any], schedule: str, sim: ModuleType
+) -> None:
+    sim.set_schedule(schedule)
     check_alike(program, way)
 
 
@@ -539,7 +565,7 @@ def test_an_interrupt_leaves_the_step_under_way(trained: Any, monkeypatch: pytes
         with monkeypatch.context() as patched:
             if is_interrupted:
 
-                def interrupt(self: Any, timeout_s: float) -> bool:
+                def interrupt(self: Any, *_: Any) -> bool:
                     raise KeyboardInterrupt
 
                 patched.setattr(Program, "_call_next", interrupt)

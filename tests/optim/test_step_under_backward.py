@@ -121,6 +121,7 @@ HOMES: dict[str, dict[str, Any]] = {
     },
     "weights in memory": {"params": Tier.HOST},
     "fp32 weights in memory": {"params": Tier.HOST, "dtype": torch.float32},
+    "weights and a part of the states in memory": {"params": Tier.HOST, "resident_bytes": 99_000},
     "compact, weights in memory, half of them on nvme": {
         "params": Tier.NVME,
         "host_param_numel": 12_000,
@@ -178,6 +179,23 @@ def test_a_run_that_sometimes_clips_redoes_these_steps(tmp_path: Path, monkeypat
     assert num_redone == 3
     assert num_bytes["backward"][1] == num_bytes["none"][1] and num_bytes["dropped"][0] > 0
     assert log.count("commit") == 7  # of steps 2, 6, 10 to 13, 17: one that holds is waited for, after a failure two
+
+
+@pytest.mark.parametrize("params", [Tier.NVME, Tier.HOST])
+def test_a_parameter_without_a_gradient_keeps_its_values(
+    params: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the second copy of its unit, which becomes the unit, and is written again two steps later."""
+
+    def train(run: Run) -> None:
+        param = list(run.model.parameters())[7]
+        for number in range(9):
+            param.requires_grad_(number not in (4, 5, 6))
+            run.micro(number)
+            run.step()
+
+    log, num_redone, _ = both(train, tmp_path, monkeypatch, params=params)
+    assert (log, num_redone) == (["attempt", "commit"] * 7, 0)
 
 
 def clip(run: Run) -> None:

@@ -262,6 +262,62 @@ def test_lion_is_chen_and_others_formula(workers: Workers) -> None:
     torch.testing.assert_close(m.double(), n, rtol=1e-5, atol=1e-6)
 
 
+# ---- beside what it replaces ---------------------------------------------------------------------------------------------
+
+
+def copied(parts: StepParts) -> StepParts:
+    """Equal tensors elsewhere."""
+    moments = [Quantised(*map(torch.clone, m)) if isinstance(m, Quantised) else m.clone() for m in parts.moments]
+    weight, master = (None if part is None else part.clone() for part in parts[:2])
+    return StepParts(weight, master, parts.grad, moments)
+
+
+def spoiled(parts: StepParts) -> StepParts:
+    for part in (parts.weight, parts.master, *parts.moments):
+        for each in part if isinstance(part, Quantised) else [part]:
+            if each is not None:
+                each.view(torch.uint8).fill_(0xA5)  # type: ignore[union-attr]
+    return parts
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "adagrad"])
+@pytest.mark.parametrize("states", ["fp32", "split", "bf16", "8bit"])
+@pytest.mark.parametrize("numel", [1, 64 * 777 + 5, 2**17 + 2**14 + 192])
+def test_a_step_beside_what_it_replaces_writes_the_bits_of_one_in_place(
+    rule: str, states: str, numel: int, workers: Workers
+) -> None:
+    torch.manual_seed(numel)
+    weight = torch.randn(numel).to(torch.float32 if states == "fp32" else torch.bfloat16)
+    master = torch.randint(-9, 9, (numel,), dtype=torch.int16) if states in ("split", "8bit") else None
+    kind = {"fp32": torch.float32, "8bit": torch.uint8}.get(states, torch.bfloat16)
+    kinds = [each for each in MOMENTS[rule] if not each.is_optional]
+    moments = [moment_like(torch.rand(numel), kind, workers, each.is_positive) for each in kinds]
+    source = StepParts(weight, master, torch.randn(numel), moments)
+    before, expected = copied(source), copied(source)
+    beside = spoiled(copied(source))._replace(source=source)
+    for each in (expected, beside):
+        optimizer_step(workers, ADAMW._replace(name=rule), each, Dither(1, 2, 3))
+    assert_same_parts(beside, expected)
+    assert_same_parts(source, before)
+
+
+def assert_same_parts(one: StepParts, other: StepParts) -> None:
+    for mine, theirs in zip(
+        (one.weight, one.master, *one.moments), (other.weight, other.master, *other.moments), strict=True
+    ):
+        for a, b in zip(mine, theirs, strict=True) if isinstance(mine, Quantised) else [(mine, theirs)]:  # type: ignore[arg-type]
+            assert (a is b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_parts_that_are_their_own_source_are_stepped_in_place(workers: Workers) -> None:
+    """As weights in memory are stepped beside states in a buffer."""
+    source = parts()
+    expected, beside = copied(source), source._replace(weight=torch.full((100,), 7.0).bfloat16())
+    optimizer_step(workers, ADAMW, expected)
+    optimizer_step(workers, ADAMW, beside._replace(source=source))
+    assert_same_parts(beside, expected)
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +349,7 @@ def parts(**changes: object) -> StepParts:
             StepRule("sgd", 1.0, 0.0),
             "scales has 1 elements where 2",
         ),
+        (parts(source=parts(moments=(torch.zeros(100),) * 2)), ADAMW, "a source has the dtypes"),
     ],
 )
 def test_what_does_not_fit_is_refused(given: StepParts, rule: StepRule, message: str, workers: Workers) -> None:

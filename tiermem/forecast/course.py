@@ -52,15 +52,14 @@ class Course:
         """The units that the disk has time to step under the maths of the last backward, and those that it begins there.
 
         Weights that backward fetches and gradients that it writes go first, then the unit whose gradients came last, which the
-        next forward needs first. loads: the tiles.
+        next forward needs first. Of states in memory, the CPU's kernels have the time. loads: the tiles.
         """
         stepped: list[int] = []
         if self.overlap != "backward":
             return set(), set()
-        plan, busy_s, end_s, is_begun = self.plan, 0.0, 0.0, False  # until then: the disk, and the maths
-        homes = {Tier.NVME} if self.is_gpu else {Tier.NVME, Tier.HOST}
+        plan, busy_s, end_s, is_begun = self.plan, 0.0, 0.0, False  # until then: the disk or kernels, and the maths
         last = {index: place for place, use in enumerate(reversed(self.uses)) for index in use.units}
-        waiting: list[tuple[int, float]] = []  # units that are home, and the disk's seconds for each
+        waiting: list[tuple[int, float]] = []  # units that are home, and the seconds that each takes
         for place, use in enumerate(reversed(self.uses)):
             of_use = [plan.division.units[index] for index in use.units if last[index] == place]
             end_s += use.backward_s * self.at_once
@@ -72,11 +71,16 @@ class Course:
             is_begun, busy_s = busy_s > end_s, max(busy_s, end_s)
             for unit in of_use:
                 of_unit = [self.early_load(load) for load in loads if load.unit == unit.index]
-                if of_unit and plan.unit_homes.get(unit.index) in homes:
-                    seconds = sum(self._disk_s(load.read_bytes, load.written_bytes) for load in of_unit)
-                    waiting.append((unit.index, seconds))
+                if of_unit and (plan.unit_homes.get(unit.index) is Tier.NVME or unit.index in plan.drafted):
+                    waiting.append((unit.index, sum(map(self._step_s, of_unit))))
         begun = set(stepped[-1:]) if is_begun else set()
         return set(stepped) - begun, begun
+
+    def _step_s(self, load: TileLoad) -> float:
+        """Seconds of the disk for a tile; of the CPU's kernels, if its states rest in memory."""
+        if self.plan.states is Tier.NVME:
+            return self._disk_s(load.read_bytes, load.written_bytes)
+        return load.memory_bytes / self.rates.kernel_bytes_s
 
     def _firm_s(self, unit: Unit, reads_again: bool) -> float:
         """Seconds of a unit's transfers in backward, beside those of its step."""

@@ -13,8 +13,8 @@
     overlap    with "forward", the program waits for the tiles of resident units alone. The others follow in the order of the
                next forward, behind its reads; a unit waits for its tiles and takes its weights from memory, and backward
                waits for all writes. (In a run, a unit whose weights are written before they are wanted reads them.) With
-               "backward" units are stepped when their gradients are home, as many of them as the disk has time for under
-               the maths of backward; the next forward reads their weights
+               "backward" units are stepped when their gradients are home, as many of them as the disk, or the kernels of
+               states in memory, have time for under the maths of backward; the next forward reads their weights
 
 With accumulation "layers" the maths of a use, and the adding of its gradients, come once for each micro-batch between one fetch
 and the next; blocks are computed again in backward (zero/layerwise.py).
@@ -276,7 +276,10 @@ class StepBuilder:
         if course.plan.grads is Tier.DEVICE:  # they are added up there
             moved = gradient_traffic(course.policy.precision.grad_dtype(unit.dtype)) * unit.shard_numel * course.at_once
             seconds = moved / self._rates.device_memory_bytes_s
-            self._grad_writes.append(self._add(f"add {unit.name}", MATHS, seconds, [after]))
+            after = self._add(f"add {unit.name}", MATHS, seconds, [after])
+            self._grad_writes.append(after)
+            if self._is_last and unit.index in self._early:
+                self._step_early(unit, [after])
             return
         if course.is_gpu:
             crossing = unit.shard_bytes * self._course.at_once
@@ -305,7 +308,7 @@ class StepBuilder:
         before, self._phase = self._phase, self._phase.replace(BACKWARD, STEP)
         loads = [self._course.early_load(load) for load in self._loads if load.unit == unit.index]
         writes = self._tiles(loads, [], at_home, self._step_writes)
-        if unit.index in self._whole:
+        if unit.index in self._whole and self._course.plan.unit_homes[unit.index] is Tier.NVME:
             self._stepping.pop(unit.index)
             self._written[unit.index] = writes[-1]
         self._step_writes += writes

@@ -25,7 +25,7 @@ from torch import nn
 from tiermem.optim.local import as_placed, first_element, local_of
 from tiermem.optim.ordinary import STEP, State, check_gradient, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Rule, step_parts
-from tiermem.optim.tile import StateTile, spread, stepped_ranges, tile_runs
+from tiermem.optim.tile import StateTile, stepped_ranges, tile_runs
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, record
 from tiermem.swap.arena import BudgetError, Pool, Slot
@@ -36,7 +36,7 @@ from tiermem.swap.pipeline import run_pipeline
 from tiermem.swap.ranges import round_up
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import ALIGNMENT
-from tiermem.zero.plan import USUAL_TILE_BUFFERS, USUAL_TILE_NUMEL
+from tiermem.zero.plan import USUAL_TILE_BUFFERS, USUAL_TILE_NUMEL, within
 from tiermem.zero.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
 from tiermem.zero.topology import paths_of_rank, ranks_per_node
 from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit
@@ -344,7 +344,7 @@ class _Planner:
         if is_on_disk:
             left = 0 if budget is None else max(0, budget - buffers)
             resident = left if self.policy.resident_bytes is None else min(left, self.policy.resident_bytes)
-            stays = spread([tile.state_bytes for tile in tiles], min(resident, total))
+            stays = within([tile.state_bytes for tile in tiles], min(resident, total))
             tiles = [
                 dataclasses.replace(tile, home=Tier.HOST) if is_resident else tile
                 for tile, is_resident in zip(tiles, stays, strict=True)

@@ -10,8 +10,9 @@ that its gradient stays as it is. The norm of all gradients is known only at the
 finite. Until the step every fetch, read and save finds old weights, states and counts. Another backward drops the results;
 each change of a state drops them, too.
 
-Tiles whose states rest in memory wait for the step. Of weights that rest there a second copy is stepped. What a rank attempts
-is its own affair: results are the same bits in any case, so ranks need not agree.
+Of weights that rest in memory a second copy is stepped, and of states that rest there beside an accelerator, where the plan
+has room for it (`Plan.drafted`); other tiles in memory wait for the step. Gradients on an accelerator stay there until the
+step. What a rank attempts is its own affair: results are the same bits in any case, so ranks need not agree.
 """
 
 from __future__ import annotations

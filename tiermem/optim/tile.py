@@ -18,7 +18,7 @@ import torch
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.parts import Q8_BLOCK, num_scales
 from tiermem.swap.ranges import ByteRange, round_up
-from tiermem.zero.plan import Plan, planned_layout
+from tiermem.zero.plan import Plan, planned_layout, within
 from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart
 from tiermem.zero.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.zero.unit_state import LiveUnit
@@ -109,9 +109,9 @@ def homes_of_tiles(sizes: Sequence[int], plan: Plan) -> list[Tier]:
     `plan.resident_bytes`.
     """
     kept = Tier.DEVICE if plan.steps_there else Tier.HOST
-    homes = [kept if stays else plan.states for stays in spread(sizes, plan.kept_bytes)]
+    homes = [kept if stays else plan.states for stays in within(sizes, plan.kept_bytes)]
     rest = [number for number, home in enumerate(homes) if home is plan.states is Tier.NVME]
-    for number, stays in zip(rest, spread([sizes[n] for n in rest], plan.resident_bytes), strict=True):
+    for number, stays in zip(rest, within([sizes[n] for n in rest], plan.resident_bytes), strict=True):
         homes[number] = Tier.HOST if stays else Tier.NVME
     return homes
 
@@ -122,7 +122,7 @@ def sent_tiles(numels: Sequence[int], homes: Sequence[Tier], plan: Plan) -> list
     They are evenly spread over the tiles that rest elsewhere, and have at most the plan's part of the elements of these.
     """
     elsewhere = [0 if home is Tier.DEVICE else numel for numel, home in zip(numels, homes, strict=True)]
-    chosen = spread(elsewhere, int(sum(elsewhere) * plan.streamed_part))
+    chosen = within(elsewhere, int(sum(elsewhere) * plan.streamed_part))
     return [is_chosen and numel > 0 for is_chosen, numel in zip(chosen, elsewhere, strict=True)]
 
 
@@ -146,16 +146,6 @@ def sent_bytes(unit: Unit, numel: int, plan: Plan, policy: OffloadPolicy) -> Lin
     grads = 0 if plan.grads is Tier.DEVICE else numel * policy.precision.grad_dtype(unit.dtype).itemsize
     up = states + (0 if rests_there else weights)
     return LinkBytes(up - (0 if is_read or rests_there else weights) + grads, up)
-
-
-def spread(sizes: Sequence[int], num_bytes: int) -> list[bool]:
-    """Chooses tiles, evenly spread, of at most `num_bytes` together; tiles without states in any case."""
-    due, total, chosen = 0, sum(sizes), []
-    for size in sizes:
-        due += size * num_bytes
-        chosen.append(due >= size * total)
-        due -= size * total * chosen[-1]
-    return chosen
 
 
 def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int, int]]:

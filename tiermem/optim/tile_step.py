@@ -13,6 +13,8 @@ there whole (tile_stream.py). The CPU steps other tiles meanwhile; `finish` tell
 the program waits for what is copied to a tile's buffer, before the buffer is written or used again. Gradients that rest on an
 accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own.
 
+With a second copy (`SecondCopy`) a step reads the weights and the states that rest in memory, and writes the copy.
+
 The work on a tile is a function of the `Places` of each parameter in it:
 
     a step     one pass of a native kernel per parameter; padding between parameters is not stepped
@@ -65,6 +67,7 @@ class Places(NamedTuple):
     grad: torch.Tensor | None  # None except in a step
     views: StateViews
     names: Sequence[str]  # of the moments, as in torch
+    source: tuple[torch.Tensor, StateViews] | None = None  # the weight and states that a step reads; None: these
 
     @property
     def numel(self) -> int:
@@ -89,8 +92,16 @@ class Places(NamedTuple):
             yield self._replace(first=self.first + start, weight=weight, views=views)
 
 
-_Views = tuple[torch.Tensor, torch.Tensor | None, StateViews]
-"""The weight, the gradient and the states of a parameter in a tile."""
+_Views = tuple[torch.Tensor, torch.Tensor | None, StateViews, tuple[torch.Tensor, StateViews] | None]
+"""The weight, the gradient and the states of a parameter in a tile, and their source."""
+
+
+class SecondCopy(NamedTuple):
+    """Memory beside that in which a unit rests: a step writes it, and `StateTiles` exchanges the two when the step counts."""
+
+    weights: torch.Tensor  # flat, in the unit's shard layout, in a storage of their own
+    slots: dict[str, Slot]  # by entry of the store; of the weights, and of tiles whose states rest in memory
+
 
 Act = Callable[[Places], None]
 """Works on a parameter's elements in a tile, in place."""
@@ -105,7 +116,7 @@ class TilePass:
         act: called for each parameter in each tile, in order, after the tile's first states are made.
         is_step: whether `act` is an optimizer step, which needs gradients.
         grads: gradients of the one unit that is stepped, flat in its shard layout; None: they rest in the store or in memory.
-        weights: weights of the one unit that is stepped, flat in its shard layout, in place of those in memory.
+        second: of the one unit that is stepped; a step writes it and leaves what rests in memory.
         link: the stream on which gradients come from an accelerator to tiles that the CPU steps; None: none do.
         stream: the accelerator's buffers for tiles that are sent there; None: none are.
         reads_weights: whether parameters are always read, not only if states are made from them.
@@ -120,7 +131,7 @@ class TilePass:
         *,
         is_step: bool = False,
         grads: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
+        second: SecondCopy | None = None,
         link: torch.Stream | None = None,
         stream: TileStream | None = None,
         reads_weights: bool = False,
@@ -132,7 +143,7 @@ class TilePass:
         self._act = act
         self.is_step = is_step
         self._grads = grads
-        self._weights = weights
+        self._second = second
         self._link = link if is_step and grads is None else None
         self._stream = stream
         self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
@@ -217,6 +228,7 @@ class TilePass:
         assert self._link is not None and grads is not None
         activate(self._link.device)
         with on(self._link):
+            self._shards.homes.store.await_end(tile.live.unit)
             self._gradient_buffer(tile, slot).copy_(grads[tile.elements], non_blocking=True)
             copied = record(self._link)
         copied.synchronize()
@@ -243,14 +255,23 @@ class TilePass:
         """
         if not isinstance(self._act, Stepping) or not tile.is_started or not self._is_near(tile):
             return None
-        steps = []
+        steps, is_native = [], True
         for places in self._places(tile, slot):
             planned = self._act.plan(places)
             if isinstance(planned, KernelStep):
                 steps.append(self._native_steps.of(planned))
-            elif planned is not None or self._act.fills_weight(places):
-                return None
-        return steps
+            else:
+                self.keep(tile)
+                is_native &= planned is None and not self._act.fills_weight(places)
+        return steps if is_native else None
+
+    def keep(self, tile: Tile) -> None:
+        """Copies a tile to the second copy, if there is one, because some or all of its elements are not stepped there."""
+        if self._second is not None:
+            assert tile.live.shard is not None
+            self._second.weights[tile.elements].copy_(tile.live.shard[tile.elements])
+            if (states := self._second.slots.get(tile.entry)) is not None:
+                states.tensor.copy_(self._store.view(tile.entry))
 
     # ---- the work on a tile ------------------------------------------------------------------------------------------------
 
@@ -277,9 +298,9 @@ class TilePass:
     def _places(self, tile: Tile, slot: Slot | None) -> Iterator[Places]:
         """The elements of each parameter in a tile."""
         rank = self._shards.topology.shard_rank
-        for part, (weight, grad, views) in zip(tile.ranges, self._views(tile, slot), strict=True):
+        for part, (weight, grad, views, source) in zip(tile.ranges, self._views(tile, slot), strict=True):
             names = self._moments_of(part.shard)
-            yield Places(tile, part.shard, part.first_element(rank), weight, grad, views, names)
+            yield Places(tile, part.shard, part.first_element(rank), weight, grad, views, names, source)
 
     def _views(self, tile: Tile, slot: Slot | None) -> list[_Views]:
         """The weight, the gradient and the states of each parameter in a tile. Tiles of one shape have them in one place of a
@@ -294,12 +315,22 @@ class TilePass:
 
     def _new_views(self, tile: Tile, slot: Slot | None) -> list[_Views]:
         params, states = self._params(tile, slot), tile.layout.views(self._states(tile, slot), tile.numel)
-        grads, found = self._gradients(tile, slot), list[_Views]()
+        grads, source, found = self._gradients(tile, slot), self._source(tile, states), list[_Views]()
         for part in tile.ranges:
             place = tile.place_of(part)
             own, grad = states.piece(place.start, part.numel), None if grads is None else grads[place]
-            found.append((params[place], grad, own))
+            read = None if source is None else (source[0][place], source[1].piece(place.start, part.numel))
+            found.append((params[place], grad, own, read))
         return found
+
+    def _source(self, tile: Tile, states: StateViews) -> tuple[torch.Tensor, StateViews] | None:
+        """The weights and the states that a step of a second copy reads."""
+        if self._second is None:
+            return None
+        assert tile.live.shard is not None
+        if tile.entry in self._second.slots:
+            states = tile.layout.views(self._store.view(tile.entry), tile.numel)
+        return tile.live.shard[tile.elements], states
 
     def _start(self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor) -> None:
         """Makes a tile's first states: masters from the initial values or from the weight; moments are zero."""
@@ -422,15 +453,18 @@ class TilePass:
         """The bytes of a tile's states, where they rest or in its buffer."""
         if not tile.state_bytes:
             return torch.empty(0, dtype=torch.uint8)
+        if self._second is not None and tile.entry in self._second.slots:
+            return self._second.slots[tile.entry].tensor
         if tile.home is not Tier.NVME:
             return self._near(tile, self._store.view(tile.entry), tile.is_started)
         return self._near(tile, _bytes_in(slot, 0, tile.state_bytes), tile.is_started)
 
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
-        at_home = self._weights if self._weights is not None else tile.live.shard
-        if at_home is not None:
+        if self._second is not None:
+            return self._second.weights[tile.elements]
+        if tile.live.shard is not None:
             tile.live.await_home()
-            return self._near(tile, at_home[tile.elements])
+            return self._near(tile, tile.live.shard[tile.elements])
         in_buffer = _bytes_in(slot, tile.room_bytes, tile.slice_bytes).view(tile.dtype)
         return self._near(tile, in_buffer, self._reads_weight(tile))
 
@@ -499,6 +533,10 @@ class Stepping:
             dither = Dither(precision.key(shard.name), num_steps, places.first)
         assert places.grad is not None
         parts = StepParts(places.weight, places.master, places.grad, moments[: len(places.names)])
+        if places.source is not None:
+            weight, views = places.source
+            source = parts._replace(weight=weight, master=views.master, moments=views.moments[: len(places.names)])
+            parts = parts._replace(source=source)
         starts = num_steps == 1 and not shard.has_moments  # its tile may have been stepped before
         if isinstance(rule, MatrixStep):
             return CalledStep(rule, parts, dither, starts)

@@ -22,7 +22,7 @@ from torch import nn
 
 from tiermem.optim.rules import Group, Rule
 from tiermem.optim.tile import Tile, homes_of_tiles, sent_tiles, stepped_ranges, tile_runs
-from tiermem.optim.tile_step import Act, RuleOf, Stepping, TilePass, Visitor, visiting
+from tiermem.optim.tile_step import Act, RuleOf, SecondCopy, Stepping, TilePass, Visitor, visiting
 from tiermem.optim.tile_stream import TileStream
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream
@@ -69,7 +69,7 @@ class StateTiles:
         self.tiles: list[Tile] = []
         self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}  # of each parameter, in the order of elements
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
-        self._drafts: dict[LiveUnit, torch.Tensor] = {}  # second copies of weights in memory, which `attempt` changes
+        self._seconds: dict[LiveUnit, SecondCopy] = {}  # of units in memory; `attempt` changes them
         self.take_up([live.unit for live in shards.units if live.unit.is_trainable])
 
     def take_up(self, units: Sequence[Unit]) -> None:
@@ -95,16 +95,19 @@ class StateTiles:
         self._set([*self.tiles, *tiles])
         if keeps_sums(self._shards.policy):
             self._protect(tiles)
-        for live in lives if plan.attempt_disk_bytes else ():
-            if live.unit.index in plan.unit_homes and live.may_exchange:
-                slot = self._store.arena.take(live.unit.shard_bytes, f"a second copy of {live.unit.name!r}")
-                self._drafts[live] = apart(slot.tensor).view(live.unit.dtype)
+        drafted = [live for live in lives if live.unit.index in plan.drafted and live.may_exchange]
+        self._seconds.update((live, self._second_of(live)) for live in drafted)
+        if drafted:
+            self._store.settle()
 
     def make_room(self, plan: Plan) -> None:
-        """Moves states from HOST to NVME, as many as another plan has no room for on HOST.
+        """Moves states from HOST to NVME, as many as another plan has no room for on HOST, and gives up second copies.
 
         The states are written before their memory is given up. Blocks; raises OSError.
         """
+        for live in [each for each in self._seconds if each.unit.index not in plan.drafted]:
+            for slot in self._seconds.pop(live).slots.values():
+                self._store.arena.give_back(slot)
         if plan.states is not Tier.NVME:
             return
         excess = self._bytes_on(Tier.HOST) - plan.resident_bytes - (0 if plan.steps_there else plan.kept_bytes)
@@ -128,16 +131,19 @@ class StateTiles:
     def attempt(self, live: LiveUnit, rule_of: RuleOf) -> bool:
         """Steps tiles of a unit beside what they replace, for a `step` that commits them. Does not block for transfers.
 
-        Tiles whose states rest in memory are left out. Weights in memory are copied, and the copy is stepped. Parameters have
-        not counted the step. Returns and raises as `Program.attempt`.
+        Weights and states that rest in memory are stepped into a second copy; tiles without room for one are left out.
+        Parameters have not counted the step. Returns and raises as `Program.attempt`.
         """
-        draft, act = self._drafts.get(live), Stepping(self._shards.workers, rule_of, is_counted=False)
-        may_step = draft is not None or live.entry is not None
-        tiles = [tile for tile in self._of_unit.get(live, ()) if tile.home is Tier.NVME and may_step]
-        if draft is not None and live.shard is not None and tiles:
-            draft.copy_(live.shard)
-        work = TilePass(self._shards, self.names, act, is_step=True, weights=draft)
-        return self._shards.program.attempt(tiles, work, len(self.tiles), "compute")
+        second, act = self._seconds.get(live), Stepping(self._shards.workers, rule_of, is_counted=False)
+        has_room = {Tier.NVME: second is not None or live.entry is not None}
+        tiles = self._of_unit.get(live, [])
+        due = [t for t in tiles if has_room.get(t.home, second is not None and t.entry in second.slots)]
+        if not due:
+            return True
+        work = TilePass(self._shards, self.names, act, is_step=True, second=second, link=self._link)
+        for tile in set(tiles) - set(due):
+            work.keep(tile)
+        return self._shards.program.attempt(due, work, len(self.tiles), "compute")
 
     def step(
         self, rule_of: RuleOf, live: LiveUnit | None = None, grads: torch.Tensor | None = None, commits: bool = False
@@ -265,9 +271,28 @@ class StateTiles:
         return sorted(self.tiles, key=place)
 
     def _accept(self) -> None:
-        """Makes the weights that `attempt` steps in memory those of their units. They may still be under way."""
-        for live in {tile.live for tile in self._shards.program.attempted} & self._drafts.keys():
-            live.exchange(self._drafts[live])
+        """Makes the second copies that `attempt` steps the place where their units rest. They may still be under way."""
+        for live in {tile.live for tile in self._shards.program.attempted} & self._seconds.keys():
+            second = self._seconds[live]
+            live.exchange(second.weights)
+            before = {entry: self._store.exchange(entry, slot) for entry, slot in second.slots.items()}
+            self._seconds[live] = second._replace(slots=before)
+
+    def _second_of(self, live: LiveUnit) -> SecondCopy:
+        """Room for a unit's weights, and for its states if they rest in memory, with what no step writes: zeros."""
+        arena, what, is_there = (
+            self._store.arena,
+            f"a second copy of {live.unit.name!r}",
+            live.unit.entry in self._store,
+        )
+        slot = arena.take(live.unit.shard_bytes, what, crosses_link=is_accelerator(self._shards.device))
+        slots = {live.unit.entry: slot} if is_there else {}
+        for tile in self._of_unit[live] if self._shards.plan.states is Tier.HOST else ():
+            if tile.state_bytes:
+                slots[tile.entry] = arena.take(tile.state_bytes, what)
+        for each in (slot, *slots.values()):
+            each.tensor.zero_()
+        return SecondCopy(apart(slot.tensor).view(live.unit.dtype), slots)
 
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy = self._shards.policy

@@ -113,10 +113,11 @@ def take_disk(
             format_mib(plan.attempt_disk_bytes),
         )
         plan = plan.without_attempts
-    elif policy.overlap == "backward" and not plan.attempt_disk_bytes:
+    elif policy.overlap == "backward" and not plan.may_attempt:
         logger.warning(
-            'overlap "backward" is for states on NVMe that are stepped on the CPU, and for weights on NVMe or in memory that '
-            "the budget has room for twice: there are none, and steps run under the next forward"
+            'overlap "backward" is for states that are stepped on the CPU: on NVMe, with weights on NVMe or in memory that the '
+            "budget has room for twice, or, beside an accelerator, in memory that it has room for twice: there are none, and "
+            "steps run under the next forward"
         )
     if plan.disk_bytes:
         store.reserve_disk(_due(plan, store), plan.why_disk(policy))
@@ -189,14 +190,17 @@ class _Maker:
     def make(self, stays: Collection[int]) -> Plan | None:
         """The best plan with these units (by index) staying on the accelerator; None when none fits."""
         policy, budget, planner, now = self._policy, self._budget, self._planner(stays), self._now
-        room = 0 if now is None else now.activation_bytes
-        for choice in self._choices(planner):
-            plan = planner.plan(choice, policy.resident_bytes or 0, room)
+        room, kept = (0, ()) if now is None else (now.activation_bytes, now.drafted)
+        for choice, drafted in itertools.product(self._choices(planner), (kept, ()) if kept else ((),)):
+            plan = planner.plan(choice, policy.resident_bytes or 0, room, drafted)
             if self._fits(plan):
-                left = 0 if budget is None else budget - plan.host_bytes - PAGE_BYTES
+                left = 0 if budget is None else max(0, budget - plan.host_bytes - PAGE_BYTES)
                 if left > 0 and planner.wants_rest and now is None:
                     return planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
-                return planner.plan(choice, left, room) if left > 0 and policy.resident_bytes is None else plan
+                if now is None:
+                    drafted = planner.drafted_within(None if budget is None else left, choice.tile_numel)
+                resident = left if policy.resident_bytes is None else policy.resident_bytes
+                return planner.plan(choice, resident, room, drafted)
         return None
 
     def _choices(self, planner: Planner) -> list[Choice]:

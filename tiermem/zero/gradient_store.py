@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on
+from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on, record
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
@@ -301,6 +301,7 @@ class GradientStore:
         self._leaving: list[tuple[Unit, Slot, Move]] = []  # buffers, also of writes that have ended
         self._on_reuse: Callable[[int], None] = lambda unit: None
         self._arriving: collections.deque[tuple[Unit, concurrent.futures.Future[None] | None]] = collections.deque()
+        self._ends: dict[Unit, torch.Event] = {}  # after which its gradients are on DEVICE
         self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
 
     def call_on_reuse(self, function: Callable[[int], None]) -> None:
@@ -370,6 +371,13 @@ class GradientStore:
     def _end(self, unit: Unit) -> None:
         if unit in self._open:
             self.close(self._open.pop(unit))
+        if self._stream is not None:
+            self._ends[unit] = record(self._stream)
+
+    def await_end(self, unit: Unit) -> None:
+        """Lets the current stream wait until the gradients of a unit's last `end` are on DEVICE. For any thread."""
+        if unit in self._ends:
+            current_stream(self._store.device).wait_event(self._ends[unit])
 
     def open(self, unit: Unit, dtype: torch.dtype, adds: bool) -> OpenHome:
         """Memory for a unit's gradients; with `adds` it holds the stored gradient. Blocks for a buffer; raises OSError."""

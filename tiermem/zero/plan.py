@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from tiermem.policy import OffloadPolicy, Tier
@@ -39,6 +39,7 @@ _ACTIVATION_BUFFERS = 8
 CONTEXT = "context"
 _STATES = "optimizer states"
 _ATTEMPTS, _DRAFTS = "slot of steps under backward", "second copies of weights, for steps under backward"
+_UNDO = "second copies of states, for steps under backward"
 _FACTORS = (8, 8)
 
 T = TypeVar("T")
@@ -91,7 +92,8 @@ class Plan:
     device_bytes: int  # all DEVICE rows, on an accelerator
     disk_bytes: int  # all NVME rows
     frozen_disk_bytes: int  # the part for checkpoints; taken when the first step after a checkpoint is written
-    attempt_disk_bytes: int  # the part for steps under backward, beside what they replace; 0: there are none
+    attempt_disk_bytes: int  # the part for steps under backward, beside what they replace; 0: none is on disk
+    drafted: tuple[int, ...]  # units in memory, by index, that have a second copy for steps under backward
     grads: Tier | None  # None: gradients are not kept
     states: Tier  # of the optimizer
     on_device: tuple[str, ...]  # names of the buffers below that lie on an accelerator
@@ -131,8 +133,13 @@ class Plan:
         return self.steps_there or self.streamed_part > 0
 
     @property
+    def may_attempt(self) -> bool:
+        """Whether there is room for steps under backward."""
+        return bool(self.attempt_disk_bytes or self.drafted)
+
+    @property
     def without_attempts(self) -> Plan:
-        """The same plan without room for steps under backward."""
+        """The same plan of states on NVMe without room for steps under backward."""
         rows = [row for row in self.rows if row.what not in (_ATTEMPTS, _DRAFTS)]
         on_host = sum(row.num_bytes for row in self.rows if row.what == _DRAFTS)
         return dataclasses.replace(
@@ -142,6 +149,7 @@ class Plan:
             arena_bytes=self.arena_bytes - on_host,
             disk_bytes=self.disk_bytes - self.attempt_disk_bytes,
             attempt_disk_bytes=0,
+            drafted=(),
         )
 
     def why_disk(self, policy: OffloadPolicy) -> str:
@@ -235,8 +243,12 @@ class Planner:
         self._crosses = self._steps_there or self._streamed_part > 0
         wanted = policy.wanted_overlap(self._states, is_gpu)
         self._may_attempt = wanted == "backward" and self._states is Tier.NVME
-        may_draft = self._may_attempt and not is_gpu  # units in memory, of which such steps change a second copy
-        self._drafted = [u for u in self._trainable if may_draft and homes.get(u.index) is Tier.HOST]
+        in_memory = [u for u in self._trainable if wanted == "backward" and homes.get(u.index) is Tier.HOST]
+        self._drafted = (
+            in_memory if self._may_attempt and not is_gpu else []
+        )  # such steps change copies of their weights
+        may_undo = is_gpu and self._states is Tier.HOST and not self._crosses
+        self._undone = in_memory if may_undo else []  # and, where there is room, copies of these units' states as well
         rests_on_host = is_gpu and policy.activations is Tier.HOST
         self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
@@ -258,10 +270,30 @@ class Planner:
         rest = itertools.product(homes, counts, buffers, tiles)
         return [Choice(*fields, each) for each, fields in itertools.product(attempts, list(rest))]
 
-    def plan(self, choice: Choice, resident_bytes: int, room_bytes: int = 0) -> Plan:
+    def drafted_within(self, num_bytes: int | None, tile_numel: int) -> tuple[int, ...]:
+        """Units on HOST, by index, whose second copies take so many bytes at most; evenly spread. None: by the policy alone.
+
+        So while the accelerator computes the next forward with some that have been stepped, the CPU steps the others.
+        """
+        sizes = [sum(self._draft_bytes(unit, tile_numel)) for unit in self._undone]
+        if num_bytes is None:  # nobody has said how much memory there is
+            num_bytes = sum(sizes) if self._policy.overlap == "backward" else 0
+        taken = within(sizes, min(num_bytes, sum(sizes)))
+        left = num_bytes - sum(itertools.compress(sizes, taken))
+        for place in reversed(range(len(sizes))):  # what is left goes to units whose gradients come first
+            if not taken[place] and sizes[place] <= left:
+                taken[place], left = True, left - sizes[place]
+        return tuple(unit.index for unit in itertools.compress(self._undone, taken))
+
+    def _draft_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
+        """Bytes of the second copies of a unit's weights and of its states."""
+        states = sum(_page(size) * count for size, count in _state_sizes(unit, tile_numel, self._policy))
+        return _page(unit.shard_bytes), states
+
+    def plan(self, choice: Choice, resident_bytes: int, room_bytes: int = 0, drafted: Collection[int] = ()) -> Plan:
         """The plan of one choice, also when it exceeds the budget.
 
-        room_bytes: HOST memory for activations, where the policy does not say how much.
+        room_bytes: HOST memory for activations, where the policy does not say how much. drafted: see `drafted_within`.
         """
         grads, num_units, num_tiles, tile_numel, attempts = choice
         policy, sheet = self._policy, _Sheet()
@@ -288,6 +320,11 @@ class Planner:
         activations, room_bytes = self._add_activations(sheet, room_bytes)
         kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
+        drafts = [self._draft_bytes(unit, tile_numel) for unit in self._undone if unit.index in drafted]
+        why = f"of {len(drafts)} of {len(self._undone)} units, evenly spread: what the budget leaves room for"
+        sheet.add(_DRAFTS, Tier.HOST, sum(weights for weights, _ in drafts), why, crosses_link=True)
+        sheet.add(_UNDO, Tier.HOST, sum(states for _, states in drafts), why)
+        second = [*(self._drafted if attempt else ()), *(unit for unit in self._undone if unit.index in drafted)]
         streams = Tier.NVME in (self._states, grads, *self._homes.values())
         brings = self._is_gpu and grads is Tier.DEVICE and self._states is not Tier.DEVICE
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
@@ -308,6 +345,7 @@ class Planner:
             disk_bytes=sheet.total(Tier.NVME),
             frozen_disk_bytes=frozen,
             attempt_disk_bytes=attempt,
+            drafted=tuple(unit.index for unit in second),
             grads=grads,
             states=self._states,
             on_device=("units", "wires", "sums") if self._is_gpu else (),
@@ -476,6 +514,16 @@ def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tup
 def spread(items: Sequence[T], share: float) -> list[T]:
     """The given share (0 to 1) of a list, taken at even distances."""
     return [item for i, item in enumerate(items) if int((i + 1) * share) > int(i * share)]
+
+
+def within(sizes: Sequence[int], num_bytes: int) -> list[bool]:
+    """Chooses things of these sizes, evenly spread, that take at most `num_bytes` together; those of no size in any case."""
+    due, total, chosen = 0, sum(sizes), []
+    for size in sizes:
+        due += size * num_bytes
+        chosen.append(due >= size * total)
+        due -= size * total * chosen[-1]
+    return chosen
 
 
 def _pages(sizes: Iterable[int]) -> int:

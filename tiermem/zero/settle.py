@@ -159,7 +159,7 @@ class _Settler:
         """Moves a unit's weights to where they rest, one parameter at a time. Collective; blocks."""
         if not unit.takes_buffer:
             return self._make_resident(unit)
-        home, entry = self._plan.unit_homes[unit.index], _entry(unit)
+        home, entry = self._plan.unit_homes[unit.index], unit.entry
         numel = unit.shard_bytes // unit.rests_as.itemsize
         if home is Tier.DEVICE and not self._is_accelerated:
             home = Tier.HOST
@@ -167,7 +167,7 @@ class _Settler:
         memory = UnitMemory(unit, self._passage)
         if home is not Tier.NVME:
             shard = self._store.view(entry)
-            shard = shard if self._is_accelerated else apart(shard)
+            shard = shard if is_accelerator(shard.device) else apart(shard)
             self._fill(unit, shard)
             return LiveUnit(unit, memory, self._passage, None, shard, self._gather_of(unit, memory, home))
         self._protect(unit, entry)
@@ -208,7 +208,7 @@ class _Settler:
         return NearGather(topology, unit, plain, memory.travels, self._store.view(name))
 
     def _make_resident(self, unit: Unit) -> LiveUnit:
-        entry, home = _entry(unit), _home_of_resident(self._plan, self._topology, self._is_accelerated)
+        entry, home = unit.entry, _home_of_resident(self._plan, self._topology, self._is_accelerated)
         if self._is_accelerated:
             slot = self._store.on_device.take(entry if home is None else LAYOUTS, unit.full_bytes)
             memory = UnitMemory(unit, self._passage, slot.tensor)
@@ -272,11 +272,6 @@ class _Settler:
             put(0, mine)
 
 
-def _entry(unit: Unit) -> str:
-    """The name of a unit's shard in the store."""
-    return f"param/{unit.index}/{unit.name}"
-
-
 def _home_of_resident(plan: Plan, topology: Topology, is_gpu: bool) -> Tier | None:
     """Where the shards of resident units rest, which steps write; None: steps write the full layouts."""
     steps_there = is_gpu and plan.states is Tier.DEVICE
@@ -290,12 +285,12 @@ def _announce(units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, values: 
     memory, home = values.store.on_device, _home_of_resident(plan, values.topology, is_gpu=True)
     for unit in units:
         if unit.is_resident:
-            memory.reserve(_entry(unit) if home is None else LAYOUTS, unit.full_bytes)
+            memory.reserve(unit.entry if home is None else LAYOUTS, unit.full_bytes)
         elif keeps_secondary(policy, values.topology.num_shards) and values.topology.across is not None:
             numel = secondary_numel(unit, values.topology.across.size)
             memory.reserve("secondary/", numel * unit.travels_as.itemsize)
         if (home if unit.is_resident else plan.unit_homes[unit.index]) is Tier.DEVICE:
-            memory.reserve(_entry(unit), unit.shard_bytes)
+            memory.reserve(unit.entry, unit.shard_bytes)
 
 
 def _forget_values(part: Shard, device: torch.device) -> None:

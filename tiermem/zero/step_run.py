@@ -47,7 +47,7 @@ def overlap_of(policy: OffloadPolicy, plan: Plan, is_gpu: bool) -> Literal["none
         return "none"  # a step that an accelerator takes part in ends before the next forward
     if wanted == "none" or not any(unit.is_trainable and not unit.is_resident for unit in plan.division.units):
         return "none"
-    return "backward" if wanted == "backward" and plan.attempt_disk_bytes else "forward"
+    return "backward" if wanted == "backward" and plan.may_attempt else "forward"
 
 
 class StepRun:

@@ -309,6 +309,11 @@ class Unit:
         return torch.uint8 if self.is_packed else self.dtype
 
     @property
+    def entry(self) -> str:
+        """The name of its shard in the store, if the shard is there."""
+        return f"param/{self.index}/{self.name}"
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's part at rest."""
         if self.is_packed:

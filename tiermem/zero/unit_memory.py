@@ -131,7 +131,8 @@ class Passage:
         self.device = device
         self.slots = None if is_accelerated else slots
         self.stages = Stages(stages) if stages is not None else None
-        self.may_swap = not is_accelerated and can_swap_pointers(device)  # memory of the CPU
+        self.may_exchange = can_swap_pointers(torch.device("cpu"))  # the memory of shards that rest in the CPU's
+        self.may_swap = not is_accelerated and self.may_exchange  # that of full layouts
         is_carved = is_accelerated and on_device.num > 0 and can_swap_pointers(device)
         self.owner = new_stream(device) if is_accelerated else None  # allocates and frees full layouts
         self.slab = None

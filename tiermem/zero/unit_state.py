@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiermem.swap.accelerator import on, record
+from tiermem.swap.accelerator import is_accelerator, on, record
 from tiermem.swap.move import Move
 from tiermem.swap.native import NORMAL, URGENT
 from tiermem.swap.ranges import round_up
@@ -287,11 +287,16 @@ class LiveUnit:
     @property
     def may_exchange(self) -> bool:
         """Whether `exchange` is possible: the shard rests in the CPU's memory, and this torch can."""
-        return self.shard is not None and self._passage.may_swap
+        is_near = self.shard is not None and not is_accelerator(self.shard.device)
+        return is_near and self._passage.may_exchange
 
     def exchange(self, values: torch.Tensor) -> None:
-        """Gives the shard other values and the tensor those of the shard, without copies. values: a result of `apart`."""
+        """Gives the shard other values and the tensor those of the shard, without copies. values: a result of `apart`.
+
+        Blocks until the accelerator has read the shard, since the tensor's memory is written next.
+        """
         assert self.shard is not None
+        self.await_home()
         self.shard.untyped_storage()._swap_data_ptr_(values.untyped_storage())  # type: ignore[attr-defined]
 
     def outdate(self) -> None:
