@@ -7,7 +7,7 @@ With `step_in_backward` a unit is stepped inside backward, as soon as its gradie
 step. With overlap "backward" tiles are stepped before the norm is known; `step` makes the results count, or steps them again
 (tentative.py). The optimizer gives the rule of each parameter (base.py). tiles.py does the work in a tile.
 
-Ranks make one exchange in a step, for the norm.
+Ranks make one exchange in a step, for the norm. Between CPUs the next forward's gathers begin with that forward.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ShardedModel:
             commits = self._tentative is not None and self._tentative.end(scale, factor)
             self.tiles.step(lambda shard: self._next_step(shard, factor), commits=commits)
             self._regather(trainable)
-            shards.prefetcher.end_pass()
+            shards.prefetcher.end_pass(may_gather=is_accelerator(shards.device))
         return norm
 
     def export(self, shard: Shard, rule: Rule) -> State:
