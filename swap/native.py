@@ -12,7 +12,7 @@ import errno
 import functools
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -409,8 +409,14 @@ def optimizer_step(
     start at zero (adagrad: at rule.initial) without being read; start_master: the master starts from the weight. Raises
     ValueError for parts that do not fit together. Formulas and sources: tm_optimizer_step in native/tiermem.h.
     """
-    step = step_struct(rule, parts, dither, start_moments, start_master)
-    check(lib.tm_optimizer_step(workers.handle, step), f"{rule.name} step")
+    run_steps(workers, [step_struct(rule, parts, dither, start_moments, start_master)], f"{rule.name} step")
+
+
+def run_steps(workers: Workers, structs: Iterable[Any], what: str) -> None:
+    """Runs steps of `step_struct`, one after the other. Blocks; GIL free. Raises OSError; `what` begins its message."""
+    handle = workers.handle
+    for struct in structs:
+        check(lib.tm_optimizer_step(handle, struct), what)
 
 
 def step_struct(
@@ -435,9 +441,19 @@ def step_struct(
         | rule.maximize * lib.TM_STEP_MAXIMIZE
         | rule.nesterov * lib.TM_STEP_NESTEROV
     )
-    for field in SCALARS:
-        setattr(step.scalars, field, getattr(rule, field))
+    set_scalars(step, rule)
     return step
+
+
+def set_scalars(struct: Any, rule: StepRule, num_steps: int | None = None) -> None:
+    """Gives a tm_step the scalars of a rule of the same kind, and the number of the step for stochastic rounding."""
+    struct.scalars = _scalars_of(rule)[0]
+    struct.step = struct.step if num_steps is None else num_steps
+
+
+@functools.lru_cache(maxsize=16)
+def _scalars_of(rule: StepRule) -> Any:
+    return ffi.new("tm_step_scalars *", {field: getattr(rule, field) for field in SCALARS})
 
 
 def widen_part(

@@ -10,7 +10,8 @@ Tiles are independent of each other. Tiles from fast paths overtake a tile on a 
 order. A native thread runs all of it (native/program.cpp) for tiles whose work is a list of native steps: no Python runs
 between the read and the write of such a tile. A thread of the program brings what such a tile needs beside the bytes on disk:
 gradients of an accelerator. The work of other tiles is a function of the caller, which `run` calls in its own thread when the
-tile's bytes have arrived. It may leave work to an accelerator; the program's thread then waits for its end.
+tile's bytes have arrived. It may leave work to an accelerator; the program's thread then waits for its end. Where all tiles
+rest in memory there is no buffer, and `run` needs no other thread at all.
 
         Program.begin                         run, or start ... read the bytes of a unit ... finish
     ... backward ........................| read the rest | compute | write |
@@ -42,7 +43,7 @@ from typing import Generic, TypeVar
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.checksum import Range
 from tiermem.swap.move import Move
-from tiermem.swap.native import BACKGROUND, NORMAL, TransferError, Workers
+from tiermem.swap.native import BACKGROUND, NORMAL, TransferError, Workers, run_steps
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.run_read import SLICE_S, Running, RunRead
 from tiermem.swap.store import TensorStore
@@ -148,7 +149,14 @@ class Program(Generic[T]):
     def run(
         self, tiles: Sequence[T], work: TileWork[T], read_ahead: bool = True, write_behind: bool = True, lane: str = ""
     ) -> None:
-        """Reads, computes and writes every tile. Blocks until the last write has ended; an interrupt ends the run early."""
+        """Reads, computes and writes every tile. Blocks until the last write has ended; an interrupt ends the run early.
+
+        Without a pool this thread computes the tiles, one after the other.
+        """
+        if self._pool is None:
+            self.drop()
+            self._compute_here(tiles, work, lane)
+            return
         flags = AWAITED | ONE_READ * (not read_ahead) | ONE_WRITE * (not write_behind)
         self.start(tiles, work, flags, NORMAL, lane)
         try:
@@ -396,6 +404,19 @@ class Program(Generic[T]):
         return self._helper
 
     # ---- running -----------------------------------------------------------------------------------------------------
+
+    def _compute_here(self, tiles: Sequence[T], work: TileWork[T], lane: str) -> None:
+        """Computes tiles that rest in memory, in this thread. All are planned first: a kernel leaves nothing in the caches."""
+        for tile, steps in [(tile, work.steps(tile, None)) for tile in tiles]:
+            start_ns = time.monotonic_ns()
+            if steps is None:
+                self.num_called += 1
+                work.compute(tile, None)
+                continue
+            run_steps(self._workers, [step.struct for step in steps], f"stepping {work.name(tile)!r}")
+            self.num_native += 1
+            if lane:
+                self._store.recorder.add(lane, work.name(tile), start_ns, time.monotonic_ns())
 
     def _call_next(self, running: Running[T], timeout_s: float) -> bool:
         """Does the work of the next tile whose work is not native, or brings one. True: the run has ended."""

@@ -16,6 +16,7 @@ import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.optim.tile_step import TilePass
 from tiermem.zero.state_layout import MASTER
+from tiermem.zero.unit_memory import apart
 
 MOMENTS = {"num_moments": 3}
 
@@ -86,6 +87,35 @@ def test_native_tiles_get_the_bits_of_called_ones(
     assert counts == (num_tiles, 0, 3 * num_tiles)
     assert_same_tensors(weights, again)
     assert_same_tensors(states, states_again)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_native_steps_in_memory_are_kept_and_find_weights_that_have_moved(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept steps point at memory: they are made again when it has changed, and the bits are those of the first kind."""
+    model, num_made = seeded(Tower), 0
+    new_steps = TilePass._new_steps
+
+    def counted(self: TilePass, *args: Any) -> Any:
+        nonlocal num_made
+        num_made += 1
+        return new_steps(self, *args)
+
+    where, make = policy(Path(), Tier.HOST), OPTIMIZERS["adamw"][0]
+    plain, _, _ = train(model, make, where, num_steps=4)
+    monkeypatch.setattr(TilePass, "_new_steps", counted)
+    with tiermem.shard(model, where) as shards:
+        optim = make(model.parameters())
+        tiles, kept = optim.tiles_of(shards).tiles, list[torch.Tensor]()
+        for step in range(4):
+            for live in shards.units if moves else ():
+                assert live.shard is not None
+                kept.append(apart(live.shard.clone()))
+                live.exchange(kept[-1])
+            train_steps(model, optim, [step])
+        assert num_made == len(tiles) * (3 if moves else 1)
+        assert_same_tensors(dict(model.state_dict()), plain)
 
 
 def test_whole_matrices_are_stepped_by_python_and_the_rest_natively(tmp_path: Path) -> None:

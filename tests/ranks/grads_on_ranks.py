@@ -113,7 +113,9 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
                 traffic.clear()
                 events.clear()
                 losses += run_step(case, shards, model, step)
+                before = len(traffic)
                 optim.step()
+                found["in step"] = [each.what for each in list(traffic)[before:]]
                 optim.zero_grad()
         except RuntimeError as error:
             found["error"] = str(error)
@@ -124,6 +126,7 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         found["norm"] = optim.grad_norm
         found["buffers"] = [shards.plan.sums.num, shards.plan.sums.slot_bytes]
         found["steps"] = {shard.name: shard.num_steps for _, shard in shards.parameters()}
+        found["resident"] = [live.unit.name for live in shards.units if live.unit.is_resident]
         found["units"] = [[live.unit.name, sum(s.shard_numel for s in live.unit.shards)] for live in shards.units]
         found["ends"] = {live.unit.name: end_of(live.unit.shards) for live in shards.units}
         del optim
@@ -142,7 +145,7 @@ def run_step(case: dict[str, Any], shards: tiermem.Shards, model: nn.Module, ste
     for micro in range(case.get("micro", 1)):
         is_last = micro == case.get("micro", 1) - 1
         loss = loss_of(model, step * NUM_MICRO + micro, dist.get_rank())
-        if case.get("no_sync") and not is_last:
+        if case.get("no_sync") and (not is_last or case.get("leaves")):
             with shards.no_sync():
                 loss.backward()
         else:

@@ -49,6 +49,24 @@ def test_ranks_end_with_the_same_weights(case: str, found: Found) -> None:
     assert all(rank[case]["weights"] == found[0][case]["weights"] for rank in found)
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if "error" not in name and "broken" not in name])
+def test_a_step_takes_one_exchange_and_gathers_nothing_ahead(case: str, found: Found) -> None:
+    """Gradients that a rank has left in `p.grad` take another exchange, after which norms are added up again."""
+    num_sums = (
+        0
+        if "step in backward" in case
+        else 2
+        if case in ("left to the step, stage 0", "left to the step, stage 1")
+        else 1
+    )
+    for rank in found:
+        whats = [what for what in rank[case]["in step"] if not what.startswith("reducing ")]
+        updates = [what.removeprefix("gathering ") for what in whats if what.startswith("gathering ")]
+        assert set(updates) <= set(rank[case]["resident"])
+        assert len(whats) - len(updates) == max(num_sums, 1)
+        assert whats.count("adding up norms") == num_sums
+
+
 # ---- payloads --------------------------------------------------------------------------------------------------------
 
 

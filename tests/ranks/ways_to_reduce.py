@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "broken, nvme": {"fields": NVME, "breaks": True},
     **{f"accumulated, stage {stage}": {"fields": {"stage": stage}, "micro": NUM_MICRO} for stage in range(4)},
     **{f"no_sync, stage {s}": {"fields": {"stage": s}, "micro": NUM_MICRO, "no_sync": True} for s in range(4)},
+    **{f"left to the step, stage {s}": {"fields": {"stage": s}, "no_sync": True, "leaves": True} for s in range(4)},
     **{f"ranks differ, stage {stage}": {"fields": {"stage": stage}, "model": "branches"} for stage in range(3)},
     **{f"parameters differ, stage {stage}": {"fields": {"stage": stage}, "model": "ways"} for stage in range(4)},
     "parameters differ, nvme": {"fields": {**NVME, "persistence_numel": 0}, "model": "ways"},

@@ -286,6 +286,8 @@ def test_tiles_in_memory_need_no_buffer(store: TensorStore, workers: Workers, ca
     program.run(names, Momentum(store, workers, called))
     program.run([], Momentum(store, workers))
     check(store, names, [1] * 4, workers)
+    assert (program.num_native, program.num_called) == (4 - len(called), len(called))
+    assert not store.programs  # nor a thread
     program.close()
 
 

@@ -352,7 +352,7 @@ class StepBuilder:
                         self._last = self._to_gpu(unit, self._last)
             self._last = self._add("gathered", MATHS, 0.0, [self._last])
         if not course.policy.step_in_backward:
-            self._prefetcher.end_pass()
+            self._prefetcher.end_pass(may_gather=course.is_gpu)
 
     def _end_step(self) -> None:
         """Makes the program wait for the step that goes on, if there is one."""

@@ -206,15 +206,20 @@ class NativeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._note_groups()
-        self._check_owners()
+        ordinary = self._check_owners()
         self.was_skipped = False
         for shards in self._sharded:
             self._step_sharded(shards, scale, max_norm)
         if not self.was_skipped:
-            self._step_ordinary(scale * num_undivided, max_norm)
+            self._step_ordinary(ordinary, scale * num_undivided, max_norm)
         for shards in self._sharded:
             shards.after_step(self)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's optimizers do."""
+        with torch._C.DisableTorchFunctionSubclass():  # setting the `grad` of resting parameters takes less time so
+            super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The states in torch's format, on the CPU; see the top of this file. Collective for sharded models; blocks."""
@@ -322,12 +327,11 @@ class NativeOptimizer(torch.optim.Optimizer):
                 rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
                 self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
 
-    def _check_owners(self) -> None:
-        """Raises RuntimeError for a parameter that this optimizer holds and would never step."""
-        for _, param in self.named():
-            owner = registry.owner_of(param)
-            if isinstance(owner, Shards) and owner not in self._sharded:
-                raise RuntimeError("the model was sharded after this optimizer was built: build it after")
+    def _check_owners(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns `named_ordinary`. Raises RuntimeError for a parameter that this optimizer holds and would never step."""
+        owners = [(name, param, registry.owner_of(param)) for name, param in self.named()]
+        if any(isinstance(owner, Shards) and owner not in self._sharded for _, _, owner in owners):
+            raise RuntimeError("the model was sharded after this optimizer was built: build it after")
         for shards in self._sharded:
             shards.take_up()
             for live, shard in shards.parameters():
@@ -336,6 +340,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                         f"{shard.name} has a gradient and no states: it is frozen, or the model was sharded for inference. "
                         "Set requires_grad before the forward"
                     )
+        return [(name, param) for name, param, owner in owners if not isinstance(owner, Shards)]
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter with its name if torch was given names, else with its number in state dicts."""
@@ -438,8 +443,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             weakref.finalize(self, self._workers.close)
         return self._workers
 
-    def _step_ordinary(self, scale: float, max_norm: float) -> None:
-        due = [(name, param) for name, param in self.named_ordinary() if param.grad is not None]
+    def _step_ordinary(self, named: list[tuple[str, nn.Parameter]], scale: float, max_norm: float) -> None:
+        due = [(name, param) for name, param in named if param.grad is not None]
         self._rest(due)
         grads = {p: ordinary.check_gradient(p, name, self._home_of(p) is not None) for name, p in due}
         factor = 1.0 / scale

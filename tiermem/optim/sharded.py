@@ -6,6 +6,8 @@
 With `step_in_backward` a unit is stepped inside backward, as soon as its gradients are reduced; `step` then only ends the
 step. With overlap "backward" tiles are stepped before the norm is known; `step` makes the results count, or steps them again
 (tentative.py). The optimizer gives the rule of each parameter (base.py). tiles.py does the work in a tile.
+
+Ranks make one exchange in a step, for the norm. Between CPUs the next forward's gathers begin with that forward.
 """
 
 from __future__ import annotations
@@ -65,16 +67,17 @@ class ShardedModel:
         shards.check_may_change(is_step=True)
         trainable = [live for live in shards.units if live.unit.is_trainable]
         with shards.store.recorder.span("step", "step"):
-            shards.receive_gradients()
-            shards.homes.check_all_used()
             if shards.policy.step_in_backward:
+                shards.receive_gradients()
+                shards.homes.check_all_used()
                 shards.homes.begin_step()
                 self._regather(trainable)
                 return None
+            norm = shards.receive_gradients(measures=True)
+            assert norm is not None
+            norm /= scale
+            shards.homes.check_all_used()
             shards.prefetcher.empty()
-            shards.homes.write_zeros()
-            shards.homes.store.await_writes()
-            norm = shards.homes.norm() / scale
             if self.is_refused(norm):
                 if self._tentative is not None:
                     self._tentative.end(scale, None)
@@ -85,7 +88,7 @@ class ShardedModel:
             commits = self._tentative is not None and self._tentative.end(scale, factor)
             self.tiles.step(lambda shard: self._next_step(shard, factor), commits=commits)
             self._regather(trainable)
-            shards.prefetcher.end_pass()
+            shards.prefetcher.end_pass(may_gather=is_accelerator(shards.device))
         return norm
 
     def export(self, shard: Shard, rule: Rule) -> State:

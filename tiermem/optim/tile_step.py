@@ -39,8 +39,8 @@ from tiermem.policy import Tier
 from tiermem.swap.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Range
-from tiermem.swap.native import Workers, narrow_part, widen_part
-from tiermem.swap.parts import Dither, Moment, StepParts
+from tiermem.swap.native import Workers, narrow_part, set_scalars, widen_part
+from tiermem.swap.parts import Dither, Moment, StepParts, StepRule
 from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps
 from tiermem.swap.torch_step import narrow_in_torch
 from tiermem.zero.shards import Shards
@@ -255,14 +255,18 @@ class TilePass:
         """
         if not isinstance(self._act, Stepping) or not tile.is_started or not self._is_near(tile):
             return None
+        is_kept = self._act.kept is not None and self._is_in_memory(tile)
+        return self._kept_steps(tile, self._act) if is_kept else self._new_steps(tile, slot, self._act)
+
+    def _new_steps(self, tile: Tile, slot: Slot | None, act: Stepping) -> list[NativeStep] | None:
         steps, is_native = [], True
         for places in self._places(tile, slot):
-            planned = self._act.plan(places)
+            planned = act.plan(places)
             if isinstance(planned, KernelStep):
                 steps.append(self._native_steps.of(planned))
             else:
                 self.keep(tile)
-                is_native &= planned is None and not self._act.fills_weight(places)
+                is_native &= planned is None and not act.fills_weight(places)
         return steps if is_native else None
 
     def keep(self, tile: Tile) -> None:
@@ -272,6 +276,24 @@ class TilePass:
             self._second.weights[tile.elements].copy_(tile.live.shard[tile.elements])
             if (states := self._second.slots.get(tile.entry)) is not None:
                 states.tensor.copy_(self._store.view(tile.entry))
+
+    def _kept_steps(self, tile: Tile, act: Stepping) -> list[NativeStep] | None:
+        """The native steps of a tile in memory: those of the step before, with new scalars, if nothing else has changed."""
+        live, grads = tile.live, self._shards.homes.store.view(tile.live.unit)
+        assert act.kept is not None and live.shard is not None and grads is not None
+        live.await_home()
+        states = self._store.view(tile.entry).data_ptr() if tile.state_bytes else 0
+        addresses = live.shard.data_ptr(), grads.data_ptr(), states
+        kinds = [act.kind(part.shard, self._moments_of(part.shard)) for part in tile.ranges]
+        kept = act.kept.get(tile)
+        if kept is None or kept.addresses != addresses or kept.kinds != kinds:
+            if (steps := self._new_steps(tile, None, act)) is not None:
+                stepped = [part.shard for part, kind in zip(tile.ranges, kinds, strict=True) if kind is not None]
+                act.kept[tile] = KeptSteps(addresses, kinds, stepped, steps)
+            return steps
+        for shard, step in zip(kept.stepped, kept.steps, strict=True):
+            act.renew(shard, step)
+        return kept.steps
 
     # ---- the work on a tile ------------------------------------------------------------------------------------------------
 
@@ -384,6 +406,11 @@ class TilePass:
         is_here = shard is None or shard.device.type == "cpu"
         has_grads = self._grads is not None or grads is not Tier.DEVICE or self.is_brought(tile)
         return is_here and has_grads and tile.home is not Tier.DEVICE and not self._is_sent(tile)
+
+    def _is_in_memory(self, tile: Tile) -> bool:
+        """Whether all of a tile's step is in host memory, outside its buffer and in the usual place."""
+        is_usual = self._grads is None and self._second is None and not self.is_brought(tile)
+        return is_usual and tile.home is Tier.HOST is self._shards.homes.store.home and tile.live.shard is not None
 
     def _is_in_buffer(self, tile: Tile) -> bool:
         """Whether a step finds all of a tile in its buffer."""
@@ -500,12 +527,14 @@ class Stepping:
     so the bits do not depend on the tiles or on the number of ranks.
 
     is_counted: whether parameters have counted this step already.
+    kept: the native steps of tiles in memory, which this step and the next one use again; None: they are made anew.
     """
 
-    def __init__(self, workers: Workers, rule_of: RuleOf, is_counted: bool = True) -> None:
+    def __init__(self, workers: Workers, rule_of: RuleOf, is_counted: bool = True, kept: Kept | None = None) -> None:
         self._workers = workers
         self._rule_of = functools.cache(rule_of)  # a parameter has several tiles
         self._ahead = 1 - is_counted
+        self.kept = kept
 
     def __call__(self, places: Places) -> None:
         """Steps the elements of a parameter."""
@@ -537,15 +566,44 @@ class Stepping:
             weight, views = places.source
             source = parts._replace(weight=weight, master=views.master, moments=views.moments[: len(places.names)])
             parts = parts._replace(source=source)
-        starts = num_steps == 1 and not shard.has_moments  # its tile may have been stepped before
+        starts = self._starts(shard)
         if isinstance(rule, MatrixStep):
             return CalledStep(rule, parts, dither, starts)
         return KernelStep(rule, parts, dither, starts)
+
+    def _starts(self, shard: Shard) -> bool:
+        """Whether moments are not read: it is the parameter's first step. Its tile may have been stepped before."""
+        return shard.num_steps + self._ahead == 1 and not shard.has_moments
+
+    def kind(self, shard: Shard, moments: Sequence[str]) -> Hashable:
+        """What a parameter's step depends on beside places, scalars and counts; None: the parameter is not stepped."""
+        rule = self._rule_of(shard)
+        if not isinstance(rule, StepRule):
+            return None if rule is None else MatrixStep
+        return rule.name, rule.maximize, rule.nesterov, moments, self._starts(shard)
+
+    def renew(self, shard: Shard, step: NativeStep) -> None:
+        """Gives an earlier native step of a parameter, of the same kind, the scalars and the number of this step."""
+        rule = self._rule_of(shard)
+        assert isinstance(rule, StepRule)
+        set_scalars(step.struct, rule, shard.num_steps + self._ahead)
 
     @staticmethod
     def fills_weight(places: Places) -> bool:
         """Whether a weight that is not stepped comes from its master: it may be unread, and the whole slice is written back."""
         return not places.tile.layout.reads_weight and places.tile.live.shard is None
+
+
+class KeptSteps(NamedTuple):
+    """The native steps of a tile that rests in memory with its weights and gradients, from step to step."""
+
+    addresses: tuple[int, int, int]  # of weights, gradients and states when the steps were made
+    kinds: Sequence[Hashable]  # of each parameter, by `Stepping.kind`
+    stepped: Sequence[Shard]
+    steps: list[NativeStep]  # of these parameters; they keep the tensors alive
+
+
+Kept = dict[Tile, KeptSteps]
 
 
 class CalledStep(NamedTuple):

@@ -22,7 +22,7 @@ from torch import nn
 
 from tiermem.optim.rules import Group, Rule
 from tiermem.optim.tile import Tile, homes_of_tiles, sent_tiles, stepped_ranges, tile_runs
-from tiermem.optim.tile_step import Act, RuleOf, SecondCopy, Stepping, TilePass, Visitor, visiting
+from tiermem.optim.tile_step import Act, Kept, RuleOf, SecondCopy, Stepping, TilePass, Visitor, visiting
 from tiermem.optim.tile_stream import TileStream
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream
@@ -70,6 +70,7 @@ class StateTiles:
         self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}  # of each parameter, in the order of elements
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
         self._seconds: dict[LiveUnit, SecondCopy] = {}  # of units in memory; `attempt` changes them
+        self._kept: Kept = {}  # of tiles in memory
         self.take_up([live.unit for live in shards.units if live.unit.is_trainable])
 
     def take_up(self, units: Sequence[Unit]) -> None:
@@ -155,7 +156,7 @@ class StateTiles:
         Blocks, or with overlap "forward" until all units that are not streamed are stepped (zero/step_run.py); a tile's first
         step always blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
         """
-        shards, act = self._shards, Stepping(self._shards.workers, rule_of)
+        shards, act = self._shards, Stepping(self._shards.workers, rule_of, kept=self._kept)
         tiles = self._in_order() if live is None else self._of_unit.get(live, ())
         if self._link is not None:
             self._link.wait_stream(current_stream(shards.device))
@@ -349,6 +350,7 @@ class StateTiles:
         self.tiles = sorted(tiles, key=lambda tile: (tile.live.unit.index, tile.start))
         self._pieces.clear()
         self._of_unit.clear()
+        self._kept.clear()
         for tile in self.tiles:
             self._of_unit.setdefault(tile.live, []).append(tile)
             for part in tile.ranges:

@@ -26,12 +26,12 @@ dropped (`abandon`): it is not known which of them were already reduced.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import cast
 
 import torch
@@ -229,10 +229,17 @@ class GradientHomes:
                 self._take(unit)
             self.store.join()
             return
+        self._receive(self._on_any_rank(self._left()))
+
+    def _left(self) -> list[bool]:
+        """Of each unit, whether this rank has a `p.grad` left; of each parameter, whether it had one in this backward."""
         for unit in self._units:
             self._note_given(unit)
         flags = [any(_fresh(shard) for shard in unit.shards) for unit in self._units]
-        flags = self._on_any_rank(flags + [shard in self._given for shard in self._shards])
+        return flags + [shard in self._given for shard in self._shards]
+
+    def _receive(self, flags: Sequence[bool]) -> None:
+        """Receives what any rank has left, by `_left` of all ranks."""
         for unit in (unit for unit, is_left in zip(self._units, flags, strict=False) if is_left):
             self._reduce(unit)
         self._drain()
@@ -314,15 +321,18 @@ class GradientHomes:
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """The sum of squares of each parameter's gradient over all ranks, in float64, with the user's scaling. Collective."""
+        values: list[float] = total(self._topology, self._on_wire(self._squares(shards), torch.float64)).tolist()
+        return values
+
+    def _squares(self, shards: Sequence[Shard]) -> list[float]:
+        """The sum of squares of this rank's part of each parameter's gradient, in float64, with the user's scaling."""
         self.store.join()
         factors = [shard.gradient.factor for shard in shards]  # computed after the sums: one wait for both
         self._sums.bring(self._shards)
         sums = {shard: cast(Sequence[float], shard.gradient.block_sums) for shard in shards}
         there = [shard.gradient.is_there for shard in shards]
         squares = zip(shards, factors, there, strict=True)
-        local = [math.fsum(sums[shard]) * by**2 if is_there else 0.0 for shard, by, is_there in squares]
-        values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()
-        return values
+        return [math.fsum(sums[shard]) * by**2 if is_there else 0.0 for shard, by, is_there in squares]
 
     def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
         """The 2-norm of each parameter's gradient, after the mean over ranks, fp32, on a device. Collective.
@@ -360,7 +370,7 @@ class GradientHomes:
         Clipping scales every gradient by one tensor, which is copied once.
         """
         if not isinstance(value, torch.Tensor) or not is_accelerator(value.device):
-            return Factor(partial(float, float(value)), None)
+            return Factor(functools.partial(float, float(value)), None)
         version = value._version
         if self._factor is None or self._factor[0] is not value or self._factor[1] != version:
             there = value.detach().to(torch.float64, copy=True)
@@ -395,9 +405,35 @@ class GradientHomes:
         self.store.visit(unit, self.dtype(unit), shard, visitor, changes)
 
     def norm(self) -> float:
-        """The global 2-norm of the gradients at home, after the mean over ranks; NaN or infinity if any is. Collective."""
+        """Before a step: receives every `p.grad` that any rank still has, and returns the global 2-norm of the gradients.
+
+        The norm is that after the mean over ranks; NaN or infinity if any gradient is. Afterwards every gradient is on its
+        tier, and those that the user has zeroed are zero there. Collective: one exchange where no rank has a `p.grad` left.
+        Blocks; raises OSError.
+        """
         shards = sorted(self._shards, key=lambda s: s.index)
-        return math.sqrt(math.fsum(self.sums_of_squares(shards))) / self.divisor
+        if self._reducer is None:
+            self.receive_rest()
+        squares: Sequence[float] | None = None
+        while squares is None:
+            self._drain()
+            self.write_zeros()
+            self.store.await_writes()
+            squares = self._squares(shards) if self._reducer is None else self._squares_or_more(shards)
+        return math.sqrt(math.fsum(squares)) / self.divisor
+
+    def _squares_or_more(self, shards: Sequence[Shard]) -> list[float] | None:
+        """`sums_of_squares`; None: a rank had gradients left, which are received now. Ranks add in their order. Collective."""
+        topology, left = self._topology, self._left()
+        own = self._squares(shards) if topology.replica == 0 else [0.0] * len(shards)
+        mine = self._on_wire([*left, *own], torch.float64)
+        rows = mine.new_empty(topology.world, mine.numel())
+        call(topology, "adding up norms", dist.all_gather_into_tensor, rows.view(-1), mine)
+        sums: list[float] = functools.reduce(torch.add, rows).tolist()
+        if any(sums[: len(left)]):
+            self._receive([number > 0 for number in sums[: len(left)]])
+            return None
+        return sums[len(left) :]
 
     # ---- between ranks -------------------------------------------------------------------------------------------------------
 

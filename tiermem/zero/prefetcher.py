@@ -316,10 +316,10 @@ class Prefetcher(Generic[T]):
         self._staged: dict[int, T] = {}  # units in READING whose gather has not begun
         self._has_reads = any(live.reads for live in units)
 
-    def acquire(self, live: T | None = None) -> None:
+    def acquire(self, live: T | None = None, may_gather: bool = True) -> None:
         """Makes a unit present for one more user, and starts to fetch the units that are expected next. None: only the latter.
 
-        Blocks; raises OSError when a read failed.
+        may_gather: whether gathers of units that are expected next may begin. Blocks; raises OSError when a read failed.
         """
         if live is not None:
             live.hold()
@@ -327,7 +327,7 @@ class Prefetcher(Generic[T]):
                 live.use()
                 return
             self.order.use(live.unit.index)
-        for each, transition in self._due(live):
+        for each, transition in self._due(live, may_gather):
             try:
                 transition()
             except BaseException:
@@ -362,17 +362,20 @@ class Prefetcher(Generic[T]):
         """Whether these units can be in use at once."""
         return not self._limits.is_fixed or sum(live.unit.takes_buffer for live in units) <= self._limits.num_full
 
-    def end_pass(self) -> None:
+    def end_pass(self, may_gather: bool = True) -> None:
         """Ends a pass and starts to fetch the first units of the next pass, which is expected to be of the same kind.
 
         Call it when weights do not change before the next pass: after a step, an evaluation, or a micro-batch without a step.
+
+        may_gather: whether gathers may begin. After a step on CPUs they begin with the next pass: they take the time of the
+        thread that begins them.
         """
         self.order.rewind()
-        self.acquire()
+        self.acquire(may_gather=may_gather)
 
     # ---- fetching ----------------------------------------------------------------------------------------------------
 
-    def _due(self, current: T | None) -> Iterator[_Step[T]]:
+    def _due(self, current: T | None, may_gather: bool) -> Iterator[_Step[T]]:
         """Yields the transitions that `acquire` makes, in order. The caller makes each one before it asks for the next."""
         if current is not None:
             if current.state is not UnitState.PRESENT:
@@ -385,6 +388,8 @@ class Prefetcher(Generic[T]):
             if live.state is UnitState.PRESENT or (live.state is UnitState.GATHERING and not self._has_reads):
                 continue
             is_read = live.is_gathered and live.reads
+            if live.is_gathered and not may_gather:
+                break
             if (is_read and not may_wait) or not (yield from self._start(live, is_urgent=False)):
                 break
             may_wait = may_wait and not is_read

@@ -246,15 +246,21 @@ class Shards:
         finally:
             self.hooks.receive_if(before)
 
-    def receive_gradients(self) -> None:
-        """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective; blocks."""
+    def receive_gradients(self, measures: bool = False) -> float | None:
+        """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective; blocks; raises OSError.
+
+        measures: whether a step follows, which needs the norm of all gradients: that of `GradientHomes.norm` is returned.
+        """
         self.store.check_process()
         self.hooks.check_backward_ended()
-        self.homes.forget_replaced()
-        self.homes.receive_rest()
-        for live in self.units:
-            if live.unit.is_trainable:
-                self.homes.show(live.unit)
+        with torch._C.DisableTorchFunctionSubclass():  # reading the `grad` of resting parameters takes less time so
+            self.homes.forget_replaced()
+            norm = self.homes.norm() if measures else None
+            if norm is None:
+                self.homes.receive_rest()
+            for unit in (live.unit for live in self.units if live.unit.is_trainable):
+                self.homes.show(unit)
+        return norm
 
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Replaces a parameter's values; every rank gives the whole tensor. Collective; blocks; raises OSError.
