@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from tiermem.swap.errors import DamagedEntry, Place
-from tiermem.swap.native import Op, Workers, crc32c_of
+from tiermem.swap.native import Op, Workers, check, crc32c_of, lib, rows_of
 from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import FileRange, Numbers
 from tiermem.swap.tile_program import PieceRows, aim_rows, join_rows, moved_rows, piece_rows
@@ -58,6 +58,23 @@ def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> l
     addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
     num_bytes = np.array([tensor.nbytes for tensor in tensors], np.uint64)
     return [int(crc) for crc in crc32c_of(addresses, num_bytes, workers)]
+
+
+def crc32c_join(first: Numbers, crcs: npt.NDArray[np.uint32], num_bytes: Numbers) -> npt.NDArray[np.uint32]:
+    """The CRC-32C of messages first[i] to first[i + 1] behind one another, from theirs and their lengths. Flat arrays."""
+    if crcs.shape != num_bytes.shape or not len(first) or int(first[-1]) > len(crcs):
+        raise ValueError(f"{len(crcs)} checksums of {len(num_bytes)} messages, joined up to {first[-1:]}")
+    joined: npt.NDArray[np.uint32] = np.empty(len(first) - 1, np.uint32)
+    dtypes = np.uint64, np.uint32, np.uint64
+    given = [np.ascontiguousarray(row, dtype) for row, dtype in zip((first, crcs, num_bytes), dtypes, strict=True)]
+    kinds = "const uint64_t *", "const uint32_t *", "const uint64_t *", "uint32_t *"
+    check(lib.tm_crc32c_join(len(joined), *rows_of(kinds, *given, joined)), "joining checksums")
+    return joined
+
+
+def crc32c_combine(a: int, b: int, b_bytes: int) -> int:
+    """The CRC-32C of two messages as one, from theirs and the length of the second."""
+    return int(lib.tm_crc32c_combine(a, b, b_bytes))
 
 
 class Pieces(NamedTuple):

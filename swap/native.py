@@ -36,7 +36,7 @@ from tiermem.swap.parts import (
     check_part,
     check_parts,
 )
-from tiermem.swap.ranges import ByteRange, Numbers
+from tiermem.swap.ranges import ByteRange
 from tiermem.swap.tier import ALIGNMENT
 
 _MAX_BLOCK_BYTES = 1 << 30  # below what one system call transfers
@@ -55,7 +55,6 @@ _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
 _RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
 SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
 _DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
-_JOIN_ROWS = ("const uint64_t *", "const uint32_t *", "const uint64_t *", "uint32_t *")
 
 
 class TransferError(OSError):
@@ -558,25 +557,9 @@ def crc32c_of(
         )
     addresses, num_bytes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(num_bytes, np.uint64)
     crcs = np.empty(len(addresses), np.uint32)
-    rows = _rows(("const void *const *", "const uint64_t *", "uint32_t *"), addresses, num_bytes, crcs)
+    rows = rows_of(("const void *const *", "const uint64_t *", "uint32_t *"), addresses, num_bytes, crcs)
     check(lib.tm_crc32c(_handle(workers), len(addresses), *rows), f"checksums of {len(addresses)} pieces")
     return crcs
-
-
-def crc32c_join(first: Numbers, crcs: npt.NDArray[np.uint32], num_bytes: Numbers) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of messages first[i] to first[i + 1] behind one another, from theirs and their lengths. Flat arrays."""
-    if crcs.shape != num_bytes.shape or not len(first) or int(first[-1]) > len(crcs):
-        raise ValueError(f"{len(crcs)} checksums of {len(num_bytes)} messages, joined up to {first[-1:]}")
-    joined: npt.NDArray[np.uint32] = np.empty(len(first) - 1, np.uint32)
-    kinds = np.uint64, np.uint32, np.uint64
-    given = [np.ascontiguousarray(row, kind) for row, kind in zip((first, crcs, num_bytes), kinds, strict=True)]
-    check(lib.tm_crc32c_join(len(joined), *_rows(_JOIN_ROWS, *given, joined)), "joining checksums")
-    return joined
-
-
-def crc32c_combine(a: int, b: int, b_bytes: int) -> int:
-    """The CRC-32C of two messages as one, from theirs and the length of the second."""
-    return int(lib.tm_crc32c_combine(a, b, b_bytes))
 
 
 def file_alignment(fd: int) -> tuple[int, int] | None:
@@ -619,7 +602,7 @@ _OP_DTYPE = mirror("tm_op")
 _VOID = ffi.typeof("void *")
 
 
-def _rows(kinds: Sequence[str], *arrays: npt.NDArray[Any]) -> list[object]:
+def rows_of(kinds: Sequence[str], *arrays: npt.NDArray[Any]) -> list[object]:
     """Pointers to flat contiguous arrays, which the caller keeps alive."""
     return [ffi.cast(kind, array.ctypes.data) for kind, array in zip(kinds, arrays, strict=True)]
 

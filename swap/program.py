@@ -34,7 +34,6 @@ import copy
 import errno
 import functools
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,22 +42,17 @@ from typing import Generic, TypeVar
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.checksum import Range
 from tiermem.swap.move import Move
-from tiermem.swap.native import BACKGROUND, NORMAL, TransferError, Workers, run_steps
+from tiermem.swap.native import BACKGROUND, NORMAL, Workers, run_steps
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.run_read import SLICE_S, Running, RunRead
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tile_plan import TilePlan, TilePlans, TileWork
 from tiermem.swap.tile_program import (
     AWAITED,
-    CHECK_STAGE,
     ONE_READ,
     ONE_WRITE,
-    STEP_STAGE,
     WRITE_STAGE,
-    Failure,
     TileProgram,
-    TileTimes,
-    bytes_of_rows,
 )
 
 T = TypeVar("T")
@@ -522,7 +516,8 @@ class Program(Generic[T]):
         failure = self._program().failure()
         if failure is None:
             return OSError(errno.ECANCELED, "the step was ended before this part of it")
-        return self._error_of(failure, running)
+        each = running.planned[failure.tile]
+        return each.error_of(failure, running.work.name(each.tile), running.causes, self._store)
 
     def _settle(self, program: TileProgram, running: Running[T]) -> None:
         """Notes what was written, and tells the recorder."""
@@ -538,44 +533,13 @@ class Program(Generic[T]):
         planned, work, end_ns = running.planned, running.work, 0
         ended = program.times(len(planned))
         for each, times in zip(planned, ended, strict=True):
-            self._record(each, times, work.name(each.tile), running.lane, running.is_awaited)
+            each.tell(self._store.recorder, times, work.name(each.tile), running.lane, running.is_awaited)
             self.num_native += each.is_native and times.is_ended
             end_ns = max(end_ns, times.step_ns[1], times.sum_ns[1])
         for each, times in zip(planned, ended, strict=True):
             if end_ns and times.write_ns[1] > end_ns and running.is_awaited:
                 self._store.recorder.add("wait", work.name(each.tile), end_ns, times.write_ns[1])
                 end_ns = times.write_ns[1]
-
-    def _record(self, each: TilePlan[T], times: TileTimes, name: str, lane: str, is_awaited: bool) -> None:
-        add, native = self._store.recorder.add, each.native
-        rest = 0 if times.begun_ns[1] else times.read_bytes
-        for span, num_read in (times.begun_ns, times.read_bytes), (times.read_ns, rest):
-            if span[1]:
-                add("read", name, *span, num_read)
-        if times.waited_ns[1] and is_awaited:
-            add("wait", name, *times.waited_ns)
-        if times.check_ns[1]:
-            pieces = sum(len(part.crcs) for part in each.expected)
-            add("check", f"{pieces} pieces", *times.check_ns, sum(int(part.num_bytes.sum()) for part in each.expected))
-        if times.step_ns[1] and lane and each.is_native:
-            add(lane, name, *times.step_ns, times.written_bytes)
-        if times.sum_ns[1]:
-            add("check", f"{len(native.sums)} pieces", *times.sum_ns, bytes_of_rows(native.sums))
-        if times.write_ns[1]:
-            add("write", name, *times.write_ns, times.written_bytes)
-
-    def _error_of(self, failure: Failure, running: Running[T]) -> OSError:
-        each, files = running.planned[failure.tile], self._store.queues.files
-        name = running.work.name(each.tile)
-        if failure.stage == CHECK_STAGE and failure.num_wrong:
-            piece = failure.piece, failure.seen, failure.num_wrong
-            return self._store.sums.damage(each.expected, *piece, each.ops, files)
-        if failure.stage in (CHECK_STAGE, STEP_STAGE):
-            error = OSError(failure.error, f"stepping {name!r}: {os.strerror(failure.error)}")
-            error.__cause__ = next(iter(running.causes), None)
-            return error
-        path = files.get(failure.fd, f"descriptor {failure.fd}")
-        return TransferError(failure.error, failure.kind, path, failure.offset, failure.length)
 
     # ---- buffers -----------------------------------------------------------------------------------------------------
 

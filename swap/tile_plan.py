@@ -8,6 +8,7 @@ changed nothing that a read finds.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Hashable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -16,11 +17,25 @@ import torch
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Expected, Range, Written
 from tiermem.swap.entry import WritePlan
-from tiermem.swap.native import Op, ffi, step_struct
+from tiermem.swap.native import Op, TransferError, ffi, step_struct
 from tiermem.swap.parts import Dither, StepParts, StepRule
+from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.store import TensorStore
-from tiermem.swap.tile_program import BEGUN, BROUGHT, CALLED, NO_PIECES, NativeTile, Transfer, join_rows
+from tiermem.swap.tile_program import (
+    BEGUN,
+    BROUGHT,
+    CALLED,
+    CHECK_STAGE,
+    NO_PIECES,
+    STEP_STAGE,
+    Failure,
+    NativeTile,
+    TileTimes,
+    Transfer,
+    bytes_of_rows,
+    join_rows,
+)
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -121,6 +136,38 @@ class TilePlan(Generic[T]):
     def is_brought(self) -> bool:
         """Whether a function of the caller completes its buffer before its native steps."""
         return bool(self.native.flags & BROUGHT)
+
+    def tell(self, recorder: Recorder, times: TileTimes, name: str, lane: str, is_awaited: bool) -> None:
+        """Tells a recorder what became of the tile. lane: of its native work; is_awaited: the caller did nothing but wait."""
+        add, native = recorder.add, self.native
+        rest = 0 if times.begun_ns[1] else times.read_bytes
+        for span, num_read in (times.begun_ns, times.read_bytes), (times.read_ns, rest):
+            if span[1]:
+                add("read", name, *span, num_read)
+        if times.waited_ns[1] and is_awaited:
+            add("wait", name, *times.waited_ns)
+        if times.check_ns[1]:
+            pieces = sum(len(part.crcs) for part in self.expected)
+            add("check", f"{pieces} pieces", *times.check_ns, sum(int(part.num_bytes.sum()) for part in self.expected))
+        if times.step_ns[1] and lane and self.is_native:
+            add(lane, name, *times.step_ns, times.written_bytes)
+        if times.sum_ns[1]:
+            add("check", f"{len(native.sums)} pieces", *times.sum_ns, bytes_of_rows(native.sums))
+        if times.write_ns[1]:
+            add("write", name, *times.write_ns, times.written_bytes)
+
+    def error_of(self, failure: Failure, name: str, causes: Sequence[Exception], store: TensorStore) -> OSError:
+        """The error of a run that failed at this tile. causes: of work that is not native."""
+        files = store.queues.files
+        if failure.stage == CHECK_STAGE and failure.num_wrong:
+            piece = failure.piece, failure.seen, failure.num_wrong
+            return store.sums.damage(self.expected, *piece, self.ops, files)
+        if failure.stage in (CHECK_STAGE, STEP_STAGE):
+            error = OSError(failure.error, f"stepping {name!r}: {os.strerror(failure.error)}")
+            error.__cause__ = next(iter(causes), None)
+            return error
+        path = files.get(failure.fd, f"descriptor {failure.fd}")
+        return TransferError(failure.error, failure.kind, path, failure.offset, failure.length)
 
 
 class TilePlans:

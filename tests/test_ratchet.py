@@ -34,6 +34,14 @@ ADDED = {
     "micro-batches that pass each block in turn": (2, 708),
     "bench gpu: passes, traces, a large model, peers": (6, 656),
     "TensorBoard, what limits a step, the parity report": (1, 313),
+    "states that rest elsewhere and are stepped on an accelerator": (1, 141),
+    "a Triton kernel of the device's step": (1, 441),
+    "what a card holds, in plan and train; the device's step in the forecast": (1, 201),
+    "steps under backward of states in memory beside an accelerator": (0, 135),
+    "a durable step that is committed at the next backward, layers in a Trainer": (0, 105),
+    "one exchange in a step, native steps that are kept": (0, 97),
+    "one slab for each kind on a device, one wait": (0, 18),
+    "gradients that memory still has": (1, 92),
 }
 """What each ability has added since: files, lines. A new ability has a line of its own; nothing else may raise the numbers."""
 

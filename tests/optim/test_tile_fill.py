@@ -10,7 +10,7 @@ from twins import Tower, assert_same_tensors, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
-from tiermem.optim.tile_step import Places
+from tiermem.optim.tile_work import Places
 from tiermem.precision import Precision
 from tiermem.swap.native import narrow_part
 from tiermem.zero.state_layout import is_positive

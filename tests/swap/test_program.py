@@ -220,7 +220,7 @@ class LeavingMomentum(Momentum):
         return Left(rest)
 
 
-def test_work_that_is_left_to_an_accelerator_is_awaited_by_a_thread(store: TensorStore, workers: Workers) -> None:
+def test_work_that_is_left_to_an_accelerator_is_awaited_by_threads(store: TensorStore, workers: Workers) -> None:
     """Beside tiles whose gradients are brought; what fails says why, and is not written."""
     names = put(store, 6)
     pool = Pool(store.arena, 2 * TILE_BYTES, 2, "tiles")
@@ -230,7 +230,7 @@ def test_work_that_is_left_to_an_accelerator_is_awaited_by_a_thread(store: Tenso
     program.run(names, work)
     check(store, names, [1] * 6, workers)
     assert sorted(work.computed) == left and num_free(pool) == 2
-    assert len(work.threads) == 1 and threading.get_ident() not in work.threads
+    assert work.threads and threading.get_ident() not in work.threads
     with pytest.raises(OSError, match="stepping 'tile 2'") as caught:
         program.run(names, LeavingMomentum(store, workers, left, names[2], brought))
     assert str(caught.value.__cause__) == "no gradient of tile 2"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
-from tiermem.forecast.loads import TileLoad, Use
+from tiermem.forecast.loads import TileLoad, Use, still_buffered
 from tiermem.forecast.rates import Rates
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.plan import Plan
@@ -43,6 +44,11 @@ class Course:
     def at_once(self) -> int:
         """Micro-batches that one fetch of a unit serves."""
         return self.num_micro if self.policy.accumulation == "layers" else 1
+
+    @functools.cached_property
+    def buffered(self) -> set[int]:
+        """The units whose gradients on NVMe are still in memory after backward."""
+        return still_buffered(self.plan, self.uses, self.is_gpu)
 
     def early_load(self, load: TileLoad) -> TileLoad:
         """What a step of a tile under backward moves."""

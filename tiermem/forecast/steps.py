@@ -30,17 +30,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tiermem.forecast.course import Course
-from tiermem.forecast.loads import (
-    Send,
-    TileLoad,
-    Use,
-    gathers,
-    gradient_traffic,
-    reductions,
-    still_buffered,
-    tile_loads,
-    updates,
-)
+from tiermem.forecast.loads import Send, TileLoad, Use, gathers, gradient_traffic, reductions, tile_loads, updates
 from tiermem.forecast.rates import Task
 from tiermem.policy import Tier
 from tiermem.zero.packed import gathers_packed
@@ -85,7 +75,6 @@ class StepBuilder:
         self._last = -1  # the program's latest task: its next tasks come after it
         self._arrivals: dict[int, int] = {}  # unit -> the task after which the unit is present
         self._loads = tile_loads(self._units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles)
-        self._buffered = still_buffered(course.plan, course.uses, course.is_gpu)
         self._played = [_PlayedUnit(unit, self, course) for unit in self._units]
         again = [use.units for use in reversed(course.uses) if use.reads_again]
         order = Order(self._streamed([use.units for use in course.uses]), self._streamed(again))
@@ -368,7 +357,9 @@ class StepBuilder:
             return -1 if self._units[load.unit].is_resident else expected.get(load.unit, len(expected))
 
         loads = (load for load in self._loads if load.unit not in self._early)
-        return sorted((each.without_gradients() if each.unit in self._buffered else each for each in loads), key=place)
+        return sorted(
+            (each.without_gradients() if each.unit in self._course.buffered else each for each in loads), key=place
+        )
 
     def _tiles(
         self, loads: Sequence[TileLoad], begun: list[int], first: Sequence[int], earlier: Sequence[int] = ()

@@ -22,8 +22,9 @@ from torch import nn
 
 from tiermem.optim.rules import Group, Rule
 from tiermem.optim.tile import Tile, homes_of_tiles, sent_tiles, stepped_ranges, tile_runs
-from tiermem.optim.tile_step import Act, Kept, RuleOf, SecondCopy, Stepping, TilePass, Visitor, visiting
+from tiermem.optim.tile_step import SecondCopy, TilePass
 from tiermem.optim.tile_stream import TileStream
+from tiermem.optim.tile_work import Act, Kept, RuleOf, Stepping, Visitor, visiting
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream
 from tiermem.swap.native import narrow_part, widen_part
@@ -143,7 +144,7 @@ class StateTiles:
             return True
         work = TilePass(self._shards, self.names, act, is_step=True, second=second, link=self._link)
         for tile in set(tiles) - set(due):
-            work.keep(tile)
+            work.copy_unstepped(tile)
         return self._shards.program.attempt(due, work, len(self.tiles), "compute")
 
     def step(

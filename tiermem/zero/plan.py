@@ -114,9 +114,7 @@ class Plan:
     steps_there: bool  # whether an accelerator steps states that rest there
     streamed_part: float  # of the tiles that rest elsewhere: those that an accelerator steps
     resident_bytes: int  # most bytes of states that are kept on HOST although they rest on NVMe
-    activation_bytes: (
-        int  # room for activations that rest on HOST; 0: there are none, or the plan does not know how many
-    )
+    activation_bytes: int  # room for those that rest on HOST; 0: there are none, or the plan does not know how many
 
     def listed(self, tier: Tier) -> str:
         """Its rows of a tier, in one line, for an error."""
@@ -244,9 +242,7 @@ class Planner:
         wanted = policy.wanted_overlap(self._states, is_gpu)
         self._may_attempt = wanted == "backward" and self._states is Tier.NVME
         in_memory = [u for u in self._trainable if wanted == "backward" and homes.get(u.index) is Tier.HOST]
-        self._drafted = (
-            in_memory if self._may_attempt and not is_gpu else []
-        )  # such steps change copies of their weights
+        self._drafted = in_memory if self._may_attempt and not is_gpu else []  # such steps change copies of weights
         may_undo = is_gpu and self._states is Tier.HOST and not self._crosses
         self._undone = in_memory if may_undo else []  # and, where there is room, copies of these units' states as well
         rests_on_host = is_gpu and policy.activations is Tier.HOST
@@ -459,11 +455,8 @@ class Planner:
         elsewhere = sum(part if part == states else max(0, part - largest) for part in (kept, resident))
         is_streamed = self._streamed_part > 0
         sheet.add(_STATES, home, states - elsewhere, f"rest on {home.name}", crosses_link=is_streamed)
-        place, why = (
-            Tier.DEVICE if self._is_gpu else Tier.HOST,
-            f"states that stay: optim_ratio={self._policy.optim_ratio}",
-        )
-        sheet.add("kept tiles", place, kept, why)
+        why = f"states that stay: optim_ratio={self._policy.optim_ratio}"
+        sheet.add("kept tiles", Tier.DEVICE if self._is_gpu else Tier.HOST, kept, why)
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST", crosses_link=is_streamed)
         return kept, resident
 

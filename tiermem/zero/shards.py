@@ -308,11 +308,7 @@ class Shards:
         """
         self.store.check_process()
         self.steps.finish_tiles() if is_step else self.steps.finish()
-        if self.steps.is_torn:
-            raise RuntimeError(
-                "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
-                "checkpoint that is whole, or close it"
-            )
+        self.steps.check_whole()
 
     def is_of_leaf(self, param: nn.Parameter) -> bool:
         """Whether a parameter is fetched with its leaf module."""

@@ -130,6 +130,14 @@ class StepRun:
         finally:
             self.is_torn |= not self._program.is_running and self._program.has_failed
 
+    def check_whole(self) -> None:
+        """Raises RuntimeError if the model is torn."""
+        if self.is_torn:
+            raise RuntimeError(
+                "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
+                "checkpoint that is whole, or close it"
+            )
+
     def commit_later(self, act: Callable[[], None] | None) -> None:
         """Sets what the next `commit` calls: it finishes the step and makes it durable. None: nothing."""
         self._due = act

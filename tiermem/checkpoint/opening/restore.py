@@ -29,7 +29,7 @@ from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
 from tiermem.checkpoint.saving.capture import buffers, names_of
 from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
-from tiermem.optim.tile_step import Places
+from tiermem.optim.tile_work import Places
 from tiermem.optim.tiles import tiles_of
 from tiermem.swap.arena import PAGE_BYTES
 from tiermem.swap.native import Workers, narrow_part

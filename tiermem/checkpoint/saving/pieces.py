@@ -15,9 +15,9 @@ import torch
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.finding import Key, Rows, grains, joined_rows
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
-from tiermem.swap.checksum import Crcs, Sums, crc32c
+from tiermem.swap.checksum import Crcs, Sums, crc32c, crc32c_combine, crc32c_join
 from tiermem.swap.entry import Freeze
-from tiermem.swap.native import Workers, crc32c_combine, crc32c_join, crc32c_of
+from tiermem.swap.native import Workers, crc32c_of
 from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.stream import FileWriter
 

@@ -1,0 +1,196 @@
+"""The work on a tile: functions of the `Places` of each parameter in it.
+
+a step     one pass of a native kernel per parameter; padding between parameters is not stepped (`Stepping`)
+a visit    a function of the user changes states of chosen parameters, in fp32 (`visiting`)
+a fill     a function writes states of another source, in their stored formats
+nothing    the first states are made and written
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
+from tiermem.optim.tile import Tile
+from tiermem.swap.native import Workers, narrow_part, set_scalars, widen_part
+from tiermem.swap.parts import Dither, Moment, StepParts, StepRule
+from tiermem.swap.tile_plan import KernelStep, NativeStep
+from tiermem.zero.state_layout import StateViews, is_positive
+from tiermem.zero.unit import Shard
+
+FP32_PARAM = "fp32_param"
+
+RuleOf = Callable[[Shard], AnyStep | None]
+"""Returns the rule and the scalars of a parameter's next step, or None if the parameter is not stepped."""
+
+Visitor = Callable[[dict[str, torch.Tensor], Shard, slice], None]
+"""Changes states in place: (states by name, their parameter, the range of elements in the whole parameter)."""
+
+
+class Places(NamedTuple):
+    """The elements of one parameter in a tile: its weight, gradient and states, as views."""
+
+    tile: Tile
+    shard: Shard
+    first: int  # index in the whole parameter of the first element
+    weight: torch.Tensor
+    grad: torch.Tensor | None  # None except in a step
+    views: StateViews
+    names: Sequence[str]  # of the moments, as in torch
+    source: tuple[torch.Tensor, StateViews] | None = None  # the weight and states that a step reads; None: these
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.weight.numel()
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """The master: fp32; or int16, the low bits of a split master; or None if the weight is the master."""
+        return self.views.master
+
+    @property
+    def moments(self) -> Mapping[str, Moment]:
+        """The moments by name. The tile may have room for more."""
+        return dict(zip(self.names, self.views.moments, strict=False))
+
+    def cut(self, most_numel: int) -> Iterator[Places]:
+        """The same elements in pieces of at most `most_numel`, a multiple of 64. `grad` is not cut."""
+        for start in range(0, self.numel, most_numel):
+            weight = self.weight[start : start + most_numel]
+            views = self.views.piece(start, weight.numel())
+            yield self._replace(first=self.first + start, weight=weight, views=views)
+
+
+Act = Callable[[Places], None]
+"""Works on a parameter's elements in a tile, in place."""
+
+
+class Stepping:
+    """The work of one optimizer step.
+
+    Stochastic rounding depends on the parameter's name, its own count of steps and the element's index in the whole parameter,
+    so the bits do not depend on the tiles or on the number of ranks.
+
+    is_counted: whether parameters have counted this step already.
+    kept: the native steps of tiles in memory, which this step and the next one use again; None: they are made anew.
+    """
+
+    def __init__(self, workers: Workers, rule_of: RuleOf, is_counted: bool = True, kept: Kept | None = None) -> None:
+        self._workers = workers
+        self._rule_of = functools.cache(rule_of)  # a parameter has several tiles
+        self._ahead = 1 - is_counted
+        self.kept = kept
+
+    def __call__(self, places: Places) -> None:
+        """Steps the elements of a parameter."""
+        planned = self.plan(places)
+        if planned is not None:
+            step_parts(self._workers, *planned)
+        elif self.fills_weight(places):
+            assert places.master is not None
+            places.weight.copy_(places.master)
+
+    def plan(self, places: Places) -> KernelStep | CalledStep | None:
+        """The arguments of the step; None: this parameter is not stepped. Raises ValueError when the plan lacks room."""
+        shard, rule, precision = places.shard, self._rule_of(places.shard), places.tile.layout.precision
+        num_steps = shard.num_steps + self._ahead
+        if rule is None:
+            return None
+        moments, dither = places.views.moments, None
+        if len(places.names) > len(moments):
+            num, room = len(places.names), places.tile.layout.num_moments
+            raise ValueError(
+                f"this optimizer keeps {num} moments of a parameter ({', '.join(places.names)}) and the plan made room for "
+                f"num_moments={room}: {num} > {room}. Shard the model with OffloadPolicy(num_moments={num})"
+            )
+        if precision.is_stochastic:
+            dither = Dither(precision.key(shard.name), num_steps, places.first)
+        assert places.grad is not None
+        parts = StepParts(places.weight, places.master, places.grad, moments[: len(places.names)])
+        if places.source is not None:
+            weight, views = places.source
+            source = parts._replace(weight=weight, master=views.master, moments=views.moments[: len(places.names)])
+            parts = parts._replace(source=source)
+        starts = self._starts(shard)
+        if isinstance(rule, MatrixStep):
+            return CalledStep(rule, parts, dither, starts)
+        return KernelStep(rule, parts, dither, starts)
+
+    def _starts(self, shard: Shard) -> bool:
+        """Whether moments are not read: it is the parameter's first step. Its tile may have been stepped before."""
+        return shard.num_steps + self._ahead == 1 and not shard.has_moments
+
+    def kind(self, shard: Shard, moments: Sequence[str]) -> Hashable:
+        """What a parameter's step depends on beside places, scalars and counts; None: the parameter is not stepped."""
+        rule = self._rule_of(shard)
+        if not isinstance(rule, StepRule):
+            return None if rule is None else MatrixStep
+        return rule.name, rule.maximize, rule.nesterov, moments, self._starts(shard)
+
+    def renew(self, shard: Shard, step: NativeStep) -> None:
+        """Gives an earlier native step of a parameter, of the same kind, the scalars and the number of this step."""
+        rule = self._rule_of(shard)
+        assert isinstance(rule, StepRule)
+        set_scalars(step.struct, rule, shard.num_steps + self._ahead)
+
+    @staticmethod
+    def fills_weight(places: Places) -> bool:
+        """Whether a weight that is not stepped comes from its master: it may be unread, and the whole slice is written back."""
+        return not places.tile.layout.reads_weight and places.tile.live.shard is None
+
+
+class KeptSteps(NamedTuple):
+    """The native steps of a tile that rests in memory with its weights and gradients, from step to step."""
+
+    addresses: tuple[int, int, int]  # of weights, gradients and states when the steps were made
+    kinds: Sequence[Hashable]  # of each parameter, by `Stepping.kind`
+    stepped: Sequence[Shard]
+    steps: list[NativeStep]  # of these parameters; they keep the tensors alive
+
+
+Kept = dict[Tile, KeptSteps]
+
+
+class CalledStep(NamedTuple):
+    """The arguments of the step of a whole matrix, which no native kernel makes alone."""
+
+    rule: MatrixStep
+    parts: StepParts
+    dither: Dither | None
+    start_moments: bool
+
+
+def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> Act:
+    """The work of a visit: shows the states of chosen parameters to a function and stores its changes.
+
+    The function gets flat fp32 tensors, {"fp32_param": ..., "exp_avg": ..., ...}, and changes them in place. Values that it
+    does not change keep their bits in every precision. The parameter is set from its master.
+    """
+
+    def visit(places: Places) -> None:
+        shard, weight, stored, moments = places.shard, places.weight, places.master, places.moments
+        if shard not in chosen:
+            return
+        is_split = stored is not None and stored.dtype == torch.int16
+        master = widen_part(workers, weight if stored is None else stored, weight if is_split else None)
+        values = {FP32_PARAM: master}
+        for name, moment in moments.items():
+            values[name] = widen_part(workers, moment, is_positive=is_positive(name))
+        visitor(values, shard, slice(places.first, places.first + places.numel))
+        for name, moment in moments.items():
+            narrow_part(workers, values[name], moment, is_positive=is_positive(name))
+            shard.note_loaded(moments=not shard.num_steps and bool(values[name].any()))
+        if is_split:
+            assert stored is not None
+            narrow_part(workers, values[FP32_PARAM], stored, weight)
+            return
+        weight.copy_(values[FP32_PARAM])
+        if stored is not None:
+            stored.copy_(values[FP32_PARAM])
+
+    return visit
