@@ -34,7 +34,7 @@ ADDED = {
     "micro-batches that pass each block in turn": (2, 708),
     "bench gpu: passes, traces, a large model, peers": (6, 656),
     "TensorBoard, what limits a step, the parity report": (1, 313),
-    "states that rest elsewhere and are stepped on an accelerator": (1, 141),
+    "states that rest elsewhere and are stepped on an accelerator": (1, 152),
     "a Triton kernel of the device's step": (1, 441),
     "what a card holds, in plan and train; the device's step in the forecast": (1, 201),
     "steps under backward of states in memory beside an accelerator": (0, 135),

@@ -19,6 +19,7 @@ from tiermem.forecast import Choice, Forecast, Placement, Rates, choose, forecas
 from tiermem.forecast.loads import gradient_traffic, torch_traffic
 from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import DEVICE_TO_HOST, HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST
+from tiermem.optim.tile import sent_bytes
 from tiermem.precision import Precision
 from tiermem.zero.budget import make_plan
 from tiermem.zero.plan import Plan
@@ -238,3 +239,20 @@ def test_a_forecast_counts_the_inputs_that_a_step_writes_and_reads(tmp_path: Pat
         forecast = forecast_shards(shards, Compute(1e-9, 2e-9), Rates(1e9, 1e9), input_bytes=rested)
     moved = tuple(after - before for before, after in zip(*counts, strict=True))
     assert moved == (forecast.edge_bytes(NVME_TO_HOST), forecast.edge_bytes(HOST_TO_NVME)) == (3 * rested, 4 * rested)
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_tiles_that_are_sent_cross_the_link_both_ways(home: Tier) -> None:
+    """Their states, weights and gradients; on lanes that are busy at the same time, not one after the other."""
+    fields = {"params": home, "optim": home, "overlap": "none", "tile_numel": 1 << 16}
+    rates = dataclasses.replace(RATES, disk_read_bytes_s=1e12, disk_write_bytes_s=1e12, device_memory_bytes_s=1e12)
+    plan, kept = played(None, True, FAST_MATHS, rates, **fields)
+    sent_plan, sent = played(None, True, FAST_MATHS, rates, streamed_ratio=1.0, **fields)
+    own = policy(host_bytes=None, **fields)
+    each = [sent_bytes(unit, unit.shard_numel, sent_plan, own) for unit in sent_plan.division.units]
+    more = {edge: sent.edge_bytes(edge) - kept.edge_bytes(edge) for edge in EDGES}
+    assert (more[HOST_TO_DEVICE], more[DEVICE_TO_HOST]) == tuple(map(sum, zip(*each, strict=True)))
+    assert more[NVME_TO_HOST] == more[HOST_TO_NVME] == 0
+    crossing_s = max(more[HOST_TO_DEVICE], more[DEVICE_TO_HOST]) / rates.link_bytes_s
+    assert crossing_s <= sent.seconds["step"] < 1.3 * crossing_s
+    assert sent.limits_s["kernels"] < kept.limits_s["kernels"]

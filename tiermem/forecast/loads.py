@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiermem.forecast.rates import Compute
-from tiermem.optim.tile import homes_of_tiles, stepped_ranges
+from tiermem.optim.tile import homes_of_tiles, sent_bytes, sent_tiles, stepped_ranges
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.native import NORM_BLOCK
 from tiermem.swap.parts import Dither, StepParts, StepRule
@@ -114,7 +114,8 @@ class TileLoad(NamedTuple):
               once; none for a tile that an accelerator steps
     device    the same bytes, of a tile that an accelerator steps in its own memory
     torch     the bytes of that memory that its step's torch operations read and write
-    down, up  gradients and weights on their way to an accelerator that steps the tile, and weights on their way back
+    down, up  gradients and weights on their way to an accelerator that steps the tile, and weights on their way back; states
+              too, both ways, of a tile that is sent there
     brought   gradients that rest on an accelerator, of a tile that the CPU steps
     """
 
@@ -128,6 +129,7 @@ class TileLoad(NamedTuple):
     down_bytes: int = 0
     up_bytes: int = 0
     brought_bytes: int = 0
+    num_sent: int = 0  # tiles that are sent to buffers of an accelerator
     num_tiles: int = 1
 
     def without_gradients(self) -> TileLoad:
@@ -148,12 +150,13 @@ def tile_loads(
                 cut[alike] = _cut(unit, plan.tile_numel, policy, shard_rank)
             pieces += [(unit, numel, size) for numel, size in cut[alike]]
     sizes = [size for _, _, size in pieces]
-    made: dict[tuple[int, int, Tier], TileLoad] = {}
-    loads = []
-    for (unit, numel, size), home in zip(pieces, homes_of_tiles(sizes, plan), strict=True):
-        key = (unit.index, numel, home)
+    made: dict[Hashable, TileLoad] = {}
+    loads, homes = [], homes_of_tiles(sizes, plan)
+    sent = sent_tiles([numel for _, numel, _ in pieces], homes, plan)
+    for (unit, numel, size), home, is_sent in zip(pieces, homes, sent, strict=True):
+        key = (unit.index, numel, home, is_sent)
         if key not in made:
-            made[key] = _load(unit, numel, home, size, plan, policy)
+            made[key] = _load(unit, numel, home, size, plan, policy, is_sent)
         loads.append(made[key])
     return _together(loads, -(-len(loads) // most_tiles))
 
@@ -175,16 +178,21 @@ def _cut(unit: Unit, tile_numel: int, policy: OffloadPolicy, shard_rank: int) ->
     return [(numel, layout.total_bytes(numel)) for numel in numels]
 
 
-def _load(unit: Unit, numel: int, home: Tier, size: int, plan: Plan, policy: OffloadPolicy) -> TileLoad:
+def _load(
+    unit: Unit, numel: int, home: Tier, size: int, plan: Plan, policy: OffloadPolicy, is_sent: bool = False
+) -> TileLoad:
     moved = size if home is Tier.NVME else 0
     weights, grads = numel * unit.dtype.itemsize, numel * policy.precision.grad_dtype(unit.dtype).itemsize
     is_on_nvme = plan.unit_homes.get(unit.index) is Tier.NVME and not unit.is_resident
     reads_weight = is_on_nvme and planned_layout(unit, policy).reads_weight
     lasting = moved + (weights if reads_weight else 0)
     stepped = 2 * size + weights + (weights if planned_layout(unit, policy).reads_weight else 0) + grads
-    is_there = home is Tier.DEVICE
+    is_there = home is Tier.DEVICE or is_sent
     rests_there = Tier.DEVICE in (plan.unit_homes.get(unit.index), plan.states if unit.is_resident else None)
-    crossing = weights if is_there and not rests_there else 0
+    up = weights if is_there and not rests_there else 0
+    down = up + (grads if is_there and plan.grads is not Tier.DEVICE else 0)
+    if is_sent:
+        down, up = sent_bytes(unit, numel, plan, policy)
     torch_bytes = (
         torch_traffic(planned_layout(unit, policy), policy.precision.grad_dtype(unit.dtype)) if is_there else 0
     )
@@ -196,9 +204,10 @@ def _load(unit: Unit, numel: int, home: Tier, size: int, plan: Plan, policy: Off
         0 if is_there else stepped,
         stepped if is_there else 0,
         int(torch_bytes * numel),
-        crossing + (grads if is_there and plan.grads is not Tier.DEVICE else 0),
-        crossing,
+        down,
+        up,
         grads if plan.brings_gradients and not is_there else 0,
+        int(is_sent),
     )
 
 

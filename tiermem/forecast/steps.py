@@ -374,6 +374,7 @@ class StepBuilder:
             planning_s = sum(load.num_tiles for load in loads) * self._rates.tile_s
             self._last = self._add("plan of tiles", MATHS, planning_s, [self._last])
         kernels: list[int] = []
+        returns: list[int] = []  # of tiles that were sent: each has its turn of the accelerator's buffers
         writes = list(earlier)
         pending = list(begun)
         for place, load in enumerate(loads, len(earlier)):
@@ -390,8 +391,10 @@ class StepBuilder:
             if load.brought_bytes:
                 come = [self._cross("gradients", "link up", DEVICE_TO_HOST, load.brought_bytes, *come)]
             before = [] if policy.pipeline_write else writes[-1:]
-            kernels.append(self._kernel(load, [*come, *before, *kernels[-1:]], goes_on))
-            writes.append(self._write("tile", load.written_bytes, [kernels[-1]]))
+            chain, num = (returns, self._course.plan.streams.num) if load.num_sent else (kernels, 1)
+            turn = chain[-num:][:1] if len(chain) >= num else []
+            chain.append(self._kernel(load, [*come, *before, *turn], goes_on))
+            writes.append(self._write("tile", load.written_bytes, chain[-1:]))
             if goes_on and self._units[load.unit].is_resident:
                 self._last = self._add("stepped", MATHS, 0.0, [self._last, kernels[-1]])
             elif goes_on:
