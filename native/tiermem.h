@@ -11,7 +11,8 @@
  *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_blocks_unpack · tm_blocks_pack · tm_gradient_store
  *            tm_isa_choose
  *   checksum tm_crc32c · tm_crc32c_combine · tm_crc32c_join
- *   program  tm_program_open · _begin · _run · _add · _next · _done · _wait · _take · _forget · _quiet · _stop · _report · _close
+ *   program  tm_program_open · _begin · _run · _add · _next · _done · _wait · _take · _forget · _quiet · _stop
+ *            tm_program_report · _close
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
  * declarations only.
@@ -403,10 +404,11 @@ int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, cons
  * does it; or it brings bytes from elsewhere, and the step follows
  *
  *     read     as many tiles ahead as buffers are free, by their turns; tiles of an urgent unit first
- *     check    compares CRC-32Cs of what was read, but not of bytes that came from kept memory; a difference ends the run
- *     step     one tile at a time, the first in order that has been read, urgent ones first: tm_optimizer_step for each
- * of its parts; then its weights are copied to where tm_program_take asked for them sum      stores the CRC-32Cs of
- * what is about to be written write    in the background of the next tiles; its end frees the buffer
+ *     check    compares CRC-32Cs of what was read, but for bytes from kept memory; a difference ends the run
+ *     step     one tile at a time, the first in order that has been read, urgent ones first: tm_optimizer_step for
+ *              each of its parts; then its weights are copied to where tm_program_take asked for them
+ *     sum      stores the CRC-32Cs of what is about to be written
+ *     write    in the background of the next tiles; its end frees the buffer
  *
  * The transfers of one tile never overlap each other; two tiles of a run share no byte. Each address that lies in the
  * first buffer means the same place in the buffer that the tile gets. A tile without transfers needs no buffer, unless

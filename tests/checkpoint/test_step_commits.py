@@ -210,7 +210,7 @@ def test_an_interrupt_leaves_the_commit_due(tmp_path: Path, monkeypatch: pytest.
     loop = Loop(tmp_path)
     loop.go(2)
 
-    def interrupt(self: Any, timeout_s: float) -> bool:
+    def interrupt(*_: Any) -> bool:
         raise KeyboardInterrupt
 
     loss = loop.forward()

@@ -105,7 +105,7 @@ CLAIMS: dict[str, Claim] = {
         True, "tests/engine/test_engine_weights.py::test_partitioned_weights_are_not_saved_unless_asked", {}, STAGE_3
     ),
     ZERO + "stage3_prefetch_bucket_size": Claim(
-        0, GATHERS + "test_prefetch_bucket_size_says_how_much_is_gathered_before_forward", {"prefetch_numel": 0}, STAGE_3
+        0, GATHERS + "test_prefetch_bucket_size_says_how_much_is_gathered_ahead", {"prefetch_numel": 0}, STAGE_3
     ),
     ZERO + "stage3_max_live_parameters": Claim(
         13_000, GATHERS + "test_max_live_parameters_keeps_two_blocks_from_being_live",

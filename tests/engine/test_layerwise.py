@@ -368,7 +368,7 @@ def test_other_ways_to_train_are_refused(engine: tiermem.Engine) -> None:
         engine.backward(cross_entropy(engine(batch(0)[0]), batch(0)[1]))
     with pytest.raises(RuntimeError, match="outside no_sync"), engine.no_sync():
         engine.train_batch(micro_batches(0, 2), cross_entropy)
-    with pytest.raises(ValueError, match=r"the engine's, which sees all micro-batches of a step"):
+    with pytest.raises(ValueError, match=r"the engine's and TiermemTrainer's, which see all micro-batches of a step"):
         tiermem.shard(seeded(zoo.Tower), OffloadPolicy(accumulation=LAYERS))
 
 

@@ -60,11 +60,11 @@ def test_a_step_takes_one_exchange_and_gathers_nothing_ahead(case: str, found: F
         else 1
     )
     for rank in found:
-        whats = [what for what in rank[case]["in step"] if not what.startswith("reducing ")]
-        updates = [what.removeprefix("gathering ") for what in whats if what.startswith("gathering ")]
+        calls = [what for what in rank[case]["in step"] if not what.startswith("reducing ")]
+        updates = [what.removeprefix("gathering ") for what in calls if what.startswith("gathering ")]
         assert set(updates) <= set(rank[case]["resident"])
-        assert len(whats) - len(updates) == max(num_sums, 1)
-        assert whats.count("adding up norms") == num_sums
+        assert len(calls) - len(updates) == max(num_sums, 1)
+        assert calls.count("adding up norms") == num_sums
 
 
 # ---- payloads --------------------------------------------------------------------------------------------------------
