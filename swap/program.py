@@ -30,14 +30,16 @@ the tiles.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import errno
 import functools
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.checksum import Range
@@ -80,7 +82,8 @@ class Program(Generic[T]):
         self._running: Running[T] | None = None
         self._tentative: Running[T] | None = None
         self._helper: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
-        self._brought: concurrent.futures.Future[None] | None = None  # of the run under way
+        self._brought: threading.Thread | None = None  # serves the run under way
+        self._left: list[concurrent.futures.Future[None]] = []  # work on tiles of that run, in other threads
         self._reading = threading.RLock()  # held while a read begins, perhaps in another thread, and while a run ends
         self.num_native = 0  # tiles so far whose work was native steps
         self.num_called = 0  # those for which `compute` was called
@@ -134,9 +137,11 @@ class Program(Generic[T]):
                     self.dropped_bytes += sum(each.written_bytes for each in times if each.is_writing)
                     self._report(self._native, self._tentative)
                 if self._brought is not None:
-                    concurrent.futures.wait([self._brought])  # it has ended with the run
+                    self._brought.join()  # it has ended with the run
+                concurrent.futures.wait(self._left)
             finally:
                 self._running = self._tentative = self._brought = None
+                self._left.clear()
                 self._begun.clear()
                 self._give_slots_back()
 
@@ -419,7 +424,7 @@ class Program(Generic[T]):
         if not isinstance(found, tuple):
             return found
         index, buffer = found
-        has_failed, is_left = True, False
+        has_failed, left = True, None
         each = running.planned[index]
         rest: Callable[[], None] | None = None
         try:
@@ -430,27 +435,31 @@ class Program(Generic[T]):
                 ended = running.work.compute(each.tile, None if buffer < 0 else self._slots[buffer])
                 rest = None if ended is None else ended.synchronize
             if rest is not None:
-                self._help().submit(self._end_work, running, index, rest)
-                is_left = True
+                left = self._help().submit(self._end_work, running, index, rest)
+                self._left.append(left)
             has_failed = False
         except Exception as error:
             running.causes.append(error)  # before the run ends
             raise
         finally:
-            if not is_left:
+            if left is None:
                 program.done(index, has_failed)
         return False
 
     def _serve_aside(self, running: Running[T]) -> None:
         """Brings what the tiles of a run need, in a thread, if nothing else is to be done for them."""
         if self._brought is None and running.is_brought:
-            self._brought = self._help().submit(self._serve, running)
+            of_this = self._program(), weakref.ref(self), weakref.ref(running)
+            self._brought = threading.Thread(target=_serve, args=of_this, name="tiermem-brings")
+            self._brought.start()
 
-    def _serve(self, running: Running[T]) -> None:
-        """Does what the tiles of a run need beside native work, until its end. In a thread, which sleeps in between."""
-        while isinstance(found := self._program().next(-1e-9), tuple):
+    def serve(self, running: Running[T]) -> bool:
+        """Does what the next tile of a run needs beside native work. Blocks up to SLICE_S. True: the run has ended."""
+        found = self._program().next(SLICE_S)
+        if isinstance(found, tuple):
             index, buffer = found
             self._end_work(running, index, functools.partial(self._work_on, running, index, buffer))
+        return found is True
 
     def _work_on(self, running: Running[T], index: int, buffer: int) -> None:
         """All the work on a tile that is not native. Blocks."""
@@ -566,3 +575,18 @@ class Program(Generic[T]):
         while self._slots:
             assert self._pool is not None
             self._pool.give_back(self._slots.pop())
+
+
+def _serve(
+    native: TileProgram, program_of: Callable[[], Program[Any] | None], running_of: Callable[[], Running[Any] | None]
+) -> None:
+    """Serves a run until it ends. A run that is never committed is stopped with its program, or with the process."""
+    while threading.main_thread().is_alive():
+        program, running = program_of(), running_of()
+        if program is None or running is None:
+            break
+        if program.serve(running):
+            return
+        del program, running
+    with contextlib.suppress(RuntimeError):  # it is closed
+        native.stop()

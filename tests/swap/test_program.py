@@ -7,6 +7,7 @@ import errno
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -724,6 +725,21 @@ def test_a_tentative_run_without_a_free_slot_or_native_work_begins_nothing(
     store.thaw(freeze)
     assert (program.attempted, num_free(pool)) == ([], 2)
     program.close()
+
+
+def test_a_program_that_is_forgotten_amid_a_tentative_run_ends_its_thread(tmp_path: Path, workers: Workers) -> None:
+    """Its tiles are brought by a thread, which must not keep the model and the process alive."""
+    store = TensorStore([tmp_path], 1 << 20, num_slots=2)
+    names = put(store, 4)
+    program: Program[str] = Program(store, Pool(store.arena, 2 * TILE_BYTES, 2, "tiles"), workers)
+    assert program.attempt(names[:2], Momentum(store, workers, brought=names), len(names))
+    thread, gone = program._brought, weakref.ref(program)
+    assert thread is not None
+    del program
+    thread.join(10.0)
+    assert gone() is None
+    assert not thread.is_alive()
+    store.close()
 
 
 def test_an_interrupt_while_tiles_are_given_leaves_no_buffer_behind(

@@ -367,6 +367,7 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit] 
     memory, kinds = shards.store.on_device, {kind for state in states for kind in _KINDS[state]}
     present = [live for live in shards.units if takes_params and live.unit.is_resident and live.is_present]
     shards.steps.finish()
+    shards.program.drop()  # what backward has stepped reads gradients there
     _check_host(shards, memory.num_bytes(kinds))
     shards.homes.store.join()
     for slots in {live.memory.slab for live in shards.units if takes_params and live.memory.slab is not None}:

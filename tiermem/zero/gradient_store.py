@@ -507,8 +507,10 @@ class GradientStore:
     def await_writes(self) -> None:
         """Blocks until every gradient is on its tier; what is `kept` stays. Raises OSError."""
         self.join()
-        for _, _, move in self._leaving:
-            move.wait()
+        for each in list(self._leaving):
+            if each[2].outcome() is not None:
+                self._leaving.insert(0, self._leaving.pop(self._leaving.index(each)))
+                self._reap()  # raises the error, once
 
     def stop(self) -> None:
         """Ends the link's thread and gives all buffers back, after `settle`. No backward may be under way."""

@@ -389,7 +389,8 @@ class Shards:
         found = [] if self.is_held or self._is_closed else self._frozen.unfrozen(params)
         lives = list(dict.fromkeys(live for live, _ in found if not live.unit.is_trainable))
         if lives:
-            self.check_may_change()
+            self.steps.commit()
+            self.steps.finish()
             self.homes.forget_replaced()
             keeps_grads = not self.homes.is_empty
             plan = plan_of(found, self.model, self.plan, self.policy, self.topology, self.device, keeps_grads)
@@ -485,10 +486,12 @@ class Shards:
             return
         self._is_closed = True
         try:
-            for each in self._attached:
-                each.close()
-            self.steps.finish()
-            self.program.drop()
+            try:
+                for each in self._attached:
+                    each.close()
+            finally:
+                self.steps.finish()
+                self.program.drop()
             self.prefetcher.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.store.settle()
