@@ -30,7 +30,6 @@ the tiles.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import copy
 import errno
 import functools
@@ -39,14 +38,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.checksum import Range
 from tiermem.swap.move import Move
 from tiermem.swap.native import BACKGROUND, NORMAL, Workers, run_steps
 from tiermem.swap.ranges import ByteRange
-from tiermem.swap.run_read import SLICE_S, Running, RunRead
+from tiermem.swap.run_read import SLICE_S, Running, RunRead, serve
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tile_plan import TilePlan, TilePlans, TileWork
 from tiermem.swap.tile_program import (
@@ -419,13 +418,11 @@ class Program(Generic[T]):
 
     def _call_next(self, running: Running[T], timeout_s: float) -> bool:
         """Does the work of the next tile whose work is not native, or brings one. True: the run has ended."""
-        program = self._program()
-        found = program.next(timeout_s)
+        found = (program := self._program()).next(timeout_s)
         if not isinstance(found, tuple):
             return found
         index, buffer = found
-        has_failed, left = True, None
-        each = running.planned[index]
+        each, has_failed, left = running.planned[index], True, None
         rest: Callable[[], None] | None = None
         try:
             if each.is_native:  # and brought, beside tiles that are not native: its native steps follow
@@ -435,8 +432,7 @@ class Program(Generic[T]):
                 ended = running.work.compute(each.tile, None if buffer < 0 else self._slots[buffer])
                 rest = None if ended is None else ended.synchronize
             if rest is not None:
-                left = self._help().submit(self._end_work, running, index, rest)
-                self._left.append(left)
+                self._left.append(left := self._help().submit(self._end_work, running, index, rest))
             has_failed = False
         except Exception as error:
             running.causes.append(error)  # before the run ends
@@ -450,8 +446,8 @@ class Program(Generic[T]):
         """Brings what the tiles of a run need, in a thread, if nothing else is to be done for them."""
         if self._brought is None and running.is_brought:
             of_this = self._program(), weakref.ref(self), weakref.ref(running)
-            self._brought = threading.Thread(target=_serve, args=of_this, name="tiermem-brings")
-            self._brought.start()
+            self._brought = threading.Thread(target=serve, args=of_this, name="tiermem-brings")
+            self._help().submit(self._brought.start).result()
 
     def serve(self, running: Running[T]) -> bool:
         """Does what the next tile of a run needs beside native work. Blocks up to SLICE_S. True: the run has ended."""
@@ -575,18 +571,3 @@ class Program(Generic[T]):
         while self._slots:
             assert self._pool is not None
             self._pool.give_back(self._slots.pop())
-
-
-def _serve(
-    native: TileProgram, program_of: Callable[[], Program[Any] | None], running_of: Callable[[], Running[Any] | None]
-) -> None:
-    """Serves a run until it ends. A run that is never committed is stopped with its program, or with the process."""
-    while threading.main_thread().is_alive():
-        program, running = program_of(), running_of()
-        if program is None or running is None:
-            break
-        if program.serve(running):
-            return
-        del program, running
-    with contextlib.suppress(RuntimeError):  # it is closed
-        native.stop()

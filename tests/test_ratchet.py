@@ -42,6 +42,7 @@ ADDED = {
     "one exchange in a step, native steps that are kept": (0, 97),
     "one slab for each kind on a device, one wait": (0, 18),
     "gradients that memory still has": (1, 92),
+    "runs that are never committed end with their program": (0, 24),
 }
 """What each ability has added since: files, lines. A new ability has a line of its own; nothing else may raise the numbers."""
 

@@ -183,7 +183,7 @@ def test_what_tiles_need_is_brought_by_a_thread(
         program.finish()
         assert num_free(pool) == 2
     check(store, names, [2] * 6, workers)
-    assert len(work.threads) == 1 and threading.get_ident() not in work.threads
+    assert work.threads and threading.get_ident() not in work.threads
     program.close()
 
 

@@ -314,8 +314,7 @@ class Watch:
             since = self._waits_since
             is_long = since > 0 and time.monotonic() - since > _PATIENCE_S
             if is_long and (self.difference() is not None or self._lost()):
-                self.end_waits()
-                return
+                self.end_waits()  # again at the next look, if one goes on
 
     def _post_newest(self) -> None:
         newest = self._traffic.newest()

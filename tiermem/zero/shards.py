@@ -486,12 +486,11 @@ class Shards:
             return
         self._is_closed = True
         try:
-            try:
+            with contextlib.ExitStack() as ending:  # also where a commit fails
+                ending.callback(self.program.drop)
+                ending.callback(self.steps.finish)
                 for each in self._attached:
                     each.close()
-            finally:
-                self.steps.finish()
-                self.program.drop()
             self.prefetcher.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.store.settle()
@@ -521,8 +520,7 @@ class Shards:
     def _build(self, division: Division) -> None:
         units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
-        pools = carve(self.store.arena, self.plan)
-        self._use(self.plan, pools)
+        self._use(self.plan, pools := carve(self.store.arena, self.plan))
         policy, workers, trainable = self.policy, self.workers, [u for u in units if u.is_trainable]
         self.program: Program[Any] = Program(self.store, pools.tiles, self.workers)
         self.steps = StepRun(self.program)
