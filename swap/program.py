@@ -310,8 +310,9 @@ class Program(Generic[T]):
     def finish(self) -> None:
         """Blocks until the last write of a run has ended. Does nothing when none is under way.
 
-        It does the work of tiles that is not native. Raises the run's error, unless `wait` or a read has raised it: OSError
-        when a transfer failed, and the error of `compute`. An interrupt leaves a run of native tiles under way.
+        It does the work of tiles that is not native, unless a thread serves the run. Raises the run's error, unless `wait` or a
+        read has raised it: OSError when a transfer or the thread's work failed, and the error of `compute`. An interrupt leaves
+        a run of native tiles under way.
         """
         running = self._running
         if running is None:
