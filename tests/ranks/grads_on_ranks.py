@@ -108,6 +108,7 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=LR)
         traffic, events = shards.topology.traffic.payloads, shards.store.recorder.events
+        planned = count_planned(optim.tiles_of(shards))
         try:
             for step in range(NUM_STEPS):
                 traffic.clear()
@@ -124,6 +125,7 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         found["rows"] = {row.what: row.num_bytes for row in shards.plan.rows}
         found["events"] = [list(each) for each in events if each.lane == "reduce"]
         found["norm"] = optim.grad_norm
+        found["planned"] = planned
         found["buffers"] = [shards.plan.sums.num, shards.plan.sums.slot_bytes]
         found["steps"] = {shard.name: shard.num_steps for _, shard in shards.parameters()}
         found["resident"] = [live.unit.name for live in shards.units if live.unit.is_resident]
@@ -131,6 +133,18 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         found["ends"] = {live.unit.name: end_of(live.unit.shards) for live in shards.units}
         del optim
         return found | {"losses": losses, "weights": weights_of(model)}
+
+
+def count_planned(tiles: Any) -> list[bool]:
+    """Whether each step was planned while ranks exchanged norms."""
+    planned, step = [], tiles.step
+
+    def stepping(*args: Any, **kwargs: Any) -> None:
+        planned.append(kwargs.get("planned") is not None)
+        step(*args, **kwargs)
+
+    tiles.step = stepping
+    return planned
 
 
 def end_of(shards: list[Any]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launch import launch
 from twins import assert_near
-from ways_to_reduce import CASES, NUM_MICRO, SAME_BITS
+from ways_to_reduce import CASES, NUM_MICRO, NUM_STEPS, SAME_BITS
 
 HERE = Path(__file__).parent
 Found = list[dict[str, dict[str, Any]]]
@@ -65,6 +65,13 @@ def test_a_step_takes_one_exchange_and_gathers_nothing_ahead(case: str, found: F
         assert set(updates) <= set(rank[case]["resident"])
         assert len(calls) - len(updates) == max(num_sums, 1)
         assert calls.count("adding up norms") == num_sums
+
+
+@pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3", "stage 3, nvme"])
+def test_steps_in_memory_are_planned_while_ranks_exchange(case: str, found: Found) -> None:
+    """But for the first, which makes states."""
+    expected = [step > 0 and "nvme" not in case for step in range(NUM_STEPS)]
+    assert all(rank[case]["planned"] == expected for rank in found)
 
 
 # ---- payloads --------------------------------------------------------------------------------------------------------

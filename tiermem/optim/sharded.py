@@ -7,7 +7,8 @@ With `step_in_backward` a unit is stepped inside backward, as soon as its gradie
 step. With overlap "backward" tiles are stepped before the norm is known; `step` makes the results count, or steps them again
 (tentative.py). The optimizer gives the rule of each parameter (base.py). tiles.py does the work in a tile.
 
-Ranks make one exchange in a step, for the norm. Between CPUs the next forward's gathers begin with that forward.
+Ranks make one exchange in a step, for the norm; meanwhile each plans a step that does not clip, if all rests in memory. Between
+CPUs the next forward's gathers begin with that forward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import nn
 from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Rule
 from tiermem.optim.tentative import TentativeStep
-from tiermem.optim.tiles import FindRule, StateTiles
+from tiermem.optim.tiles import FindRule, PlannedStep, StateTiles
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import MASTER
@@ -45,6 +46,7 @@ class ShardedModel:
         self._find_rule = find_rule
         self.tiles = StateTiles(shards, find_rule)
         shards.homes.store.call_on_reuse(shards.program.forget)
+        self._planned: PlannedStep | None = None
         self._tentative: TentativeStep | None = None
         if shards.policy.wanted_overlap(shards.plan.states, is_accelerator(shards.device)) == "backward":
             self._tentative = TentativeStep(shards, self.tiles, self._step_of)
@@ -65,6 +67,7 @@ class ShardedModel:
         """
         shards = self._shards
         shards.check_may_change(is_step=True)
+        self._planned = None
         trainable = [live for live in shards.units if live.unit.is_trainable]
         with shards.store.recorder.span("step", "step"):
             if shards.policy.step_in_backward:
@@ -73,7 +76,7 @@ class ShardedModel:
                 shards.homes.begin_step()
                 self._regather(trainable)
                 return None
-            norm = shards.receive_gradients(measures=True)
+            norm = shards.receive_gradients(lambda: self._plan(scale))
             assert norm is not None
             norm /= scale
             if self._tentative is not None:
@@ -85,10 +88,11 @@ class ShardedModel:
                     self._tentative.end(scale, None)
                 return norm
             factor = clip_factor(norm, max_norm) / scale / shards.homes.divisor
+            planned = self._planned if factor == 1.0 / scale / shards.homes.divisor else None
             for live in trainable:
                 self._count_steps(live)
             commits = self._tentative is not None and self._tentative.end(scale, factor)
-            self.tiles.step(lambda shard: self._next_step(shard, factor), commits=commits)
+            self.tiles.step(lambda shard: self._next_step(shard, factor), commits=commits, planned=planned)
             self._regather(trainable)
             shards.prefetcher.end_pass(may_gather=is_accelerator(shards.device))
         return norm
@@ -132,14 +136,19 @@ class ShardedModel:
         for shard in live.unit.shards:
             shard.gradient.forget()
 
+    def _plan(self, scale: float) -> None:
+        """While ranks exchange norms: plans the step that does not clip."""
+        factor = 1.0 / scale / self._shards.homes.divisor
+        self._planned = self.tiles.plan(lambda shard: self._next_step(shard, factor, num_ahead=1))
+
     def _count_steps(self, live: LiveUnit) -> None:
         """Counts this step for every parameter that has a gradient and a rule."""
         for shard in live.unit.shards:
             if shard.gradient.is_there and self._find_rule(shard.param) is not None:
                 shard.count_step()
 
-    def _next_step(self, shard: Shard, factor: float) -> AnyStep | None:
-        return self._step_of(shard, factor, shard.num_steps) if shard.gradient.is_there else None
+    def _next_step(self, shard: Shard, factor: float, num_ahead: int = 0) -> AnyStep | None:
+        return self._step_of(shard, factor, shard.num_steps + num_ahead) if shard.gradient.is_there else None
 
     def _step_of(self, shard: Shard, factor: float, num_steps: int) -> AnyStep | None:
         """The step of a parameter that has a gradient, of that number."""

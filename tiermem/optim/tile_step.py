@@ -19,7 +19,7 @@ With a second copy (`SecondCopy`) a step reads the weights and the states that r
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,6 +94,7 @@ class TilePass:
         self._views_of: dict[Hashable, list[_Views]] = {}  # of tiles that are whole in a buffer, by their shape
         self._native_steps = NativeSteps()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
+        self._planned: dict[Tile, list[NativeStep] | None] = {}  # of tiles in memory
         self._has_crossed = False  # whether data was copied to an accelerator since the last `finish`
 
     def compute(self, tile: Tile, slot: Slot | None) -> torch.Event | None:
@@ -195,10 +196,17 @@ class TilePass:
         That is the case for visits and fills, for a tile's first states, for steps of whole matrices and on an accelerator, and
         for a parameter without gradient whose weight is written back unread.
         """
+        if tile in self._planned:
+            return self._planned[tile]
         if not isinstance(self._act, Stepping) or not tile.is_started or not self._is_near(tile):
             return None
         is_kept = self._act.kept is not None and self._is_in_memory(tile)
         return self._kept_steps(tile, self._act) if is_kept else self._new_steps(tile, slot, self._act)
+
+    def plan(self, tiles: Iterable[Tile]) -> bool:
+        """Makes the steps of tiles in memory early. Whether native steps are the work on all of them."""
+        self._planned.update((tile, self.steps(tile, None)) for tile in tiles)
+        return None not in self._planned.values()
 
     def _new_steps(self, tile: Tile, slot: Slot | None, act: Stepping) -> list[NativeStep] | None:
         steps, is_native = [], True

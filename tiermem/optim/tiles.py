@@ -50,6 +50,10 @@ FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
 """Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
 
 
+PlannedStep = tuple[list[Tile], TilePass]
+"""The tiles of a step, and its pass, whose native steps are planned."""
+
+
 class StateTiles:
     """The tiles of a sharded model. Reserves room for its states and steps them.
 
@@ -147,24 +151,45 @@ class StateTiles:
             work.copy_unstepped(tile)
         return self._shards.program.attempt(due, work, len(self.tiles), "compute")
 
+    def plan(self, rule_of: RuleOf) -> PlannedStep | None:
+        """Plans the step of every tile before parameters count it, where all rest in memory and the CPU steps them.
+
+        `step` takes it if all that it depends on is unchanged. Does not block.
+        """
+        shards = self._shards
+        if shards.tile_pool is not None or self._link is not None or self._stream is not None or self._is_overlapped:
+            return None
+        tiles, act = self._in_order(), Stepping(shards.workers, rule_of, is_counted=False, kept=self._kept)
+        work = TilePass(shards, self.names, act, is_step=True)
+        return (tiles, work) if work.plan(tiles) else None
+
     def step(
-        self, rule_of: RuleOf, live: LiveUnit | None = None, grads: torch.Tensor | None = None, commits: bool = False
+        self,
+        rule_of: RuleOf,
+        live: LiveUnit | None = None,
+        grads: torch.Tensor | None = None,
+        commits: bool = False,
+        planned: PlannedStep | None = None,
     ) -> None:
         """Steps every tile once, or the tiles of one unit with the given gradients: flat, in its shard layout.
 
         commits: whether `attempt` has stepped its tiles as this step would, to the bit; they are then not stepped again.
+        planned: what `plan` has planned as this step would; None: nothing.
 
         Blocks, or with overlap "forward" until all units that are not streamed are stepped (zero/step_run.py); a tile's first
         step always blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
         """
         shards, act = self._shards, Stepping(self._shards.workers, rule_of, kept=self._kept)
+        if planned is not None:
+            with shards.steps.changing_all():
+                self._run(*planned)
+            return
         tiles = self._in_order() if live is None else self._of_unit.get(live, ())
         if self._link is not None:
             self._link.wait_stream(current_stream(shards.device))
         work = TilePass(shards, self.names, act, is_step=True, grads=grads, link=self._link, stream=self._stream)
-        is_overlapped = overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) != "none"
         with shards.steps.changing_all():
-            if is_overlapped and live is None and all(tile.is_started for tile in tiles):
+            if self._is_overlapped and live is None and all(tile.is_started for tile in tiles):
                 at_once = [each.unit.index for each in self._of_unit if not each.is_streamed]
                 try:
                     shards.steps.start(tiles, work, at_once, "compute", self._accept if commits else None)
@@ -260,6 +285,12 @@ class StateTiles:
     def keeps_master(self, shard: Shard) -> bool:
         """Whether a parameter has a master beside it."""
         return self._shards.policy.precision.master_of(shard.param.dtype) is not None
+
+    @property
+    def _is_overlapped(self) -> bool:
+        """Whether a step goes on beside what follows it."""
+        shards = self._shards
+        return overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) != "none"
 
     # ---- passes and tiles --------------------------------------------------------------------------------------------------
 

@@ -404,12 +404,14 @@ class GradientHomes:
         unit = self._of_shard[shard]
         self.store.visit(unit, self.dtype(unit), shard, visitor, changes)
 
-    def norm(self) -> float:
+    def norm(self, meanwhile: Callable[[], object]) -> float:
         """Before a step: receives every `p.grad` that any rank still has, and returns the global 2-norm of the gradients.
 
         The norm is that after the mean over ranks; NaN or infinity if any gradient is. Afterwards every gradient is on its
         tier, and those that the user has zeroed are zero there. Collective: one exchange where no rank has a `p.grad` left.
         Blocks; raises OSError.
+
+        meanwhile: called while ranks exchange; what it has found of gradients is old if it is called again.
         """
         shards = sorted(self._shards, key=lambda s: s.index)
         if self._reducer is None:
@@ -419,16 +421,20 @@ class GradientHomes:
             self._drain()
             self.write_zeros()
             self.store.await_writes()
-            squares = self._squares(shards) if self._reducer is None else self._squares_or_more(shards)
+            squares = self._squares(shards) if self._reducer is None else self._squares_or_more(shards, meanwhile)
         return math.sqrt(math.fsum(squares)) / self.divisor
 
-    def _squares_or_more(self, shards: Sequence[Shard]) -> list[float] | None:
+    def _squares_or_more(self, shards: Sequence[Shard], meanwhile: Callable[[], object]) -> list[float] | None:
         """`sums_of_squares`; None: a rank had gradients left, which are received now. Ranks add in their order. Collective."""
         topology, left = self._topology, self._left()
         own = self._squares(shards) if topology.replica == 0 else [0.0] * len(shards)
         mine = self._on_wire([*left, *own], torch.float64)
         rows = mine.new_empty(topology.world, mine.numel())
-        call(topology, "adding up norms", dist.all_gather_into_tensor, rows.view(-1), mine)
+        exchange = start(topology, "adding up norms", dist.all_gather_into_tensor, rows.view(-1), mine)
+        try:
+            meanwhile()
+        finally:
+            exchange.wait()
         sums: list[float] = functools.reduce(torch.add, rows).tolist()
         if any(sums[: len(left)]):
             self._receive([number > 0 for number in sums[: len(left)]])

@@ -246,16 +246,16 @@ class Shards:
         finally:
             self.hooks.receive_if(before)
 
-    def receive_gradients(self, measures: bool = False) -> float | None:
+    def receive_gradients(self, meanwhile: Callable[[], object] | None = None) -> float | None:
         """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective; blocks; raises OSError.
 
-        measures: whether a step follows, which needs the norm of all gradients: that of `GradientHomes.norm` is returned.
+        meanwhile: of `GradientHomes.norm`, whose norm is returned; None: no step follows, which needs it.
         """
         self.store.check_process()
         self.hooks.check_backward_ended()
         with torch._C.DisableTorchFunctionSubclass():  # reading the `grad` of resting parameters takes less time so
             self.homes.forget_replaced()
-            norm = self.homes.norm() if measures else None
+            norm = None if meanwhile is None else self.homes.norm(meanwhile)
             if norm is None:
                 self.homes.receive_rest()
             for unit in (live.unit for live in self.units if live.unit.is_trainable):
