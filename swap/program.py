@@ -121,28 +121,27 @@ class Program(Generic[T]):
     def drop(self) -> None:
         """Ends what was begun or started early, and gives the buffers back: tiles of a run are then old or new.
 
-        All tiles of a tentative run are old. Blocks for transfers in flight; never raises OSError.
+        All tiles of a tentative run are old. Blocks for transfers in flight; never raises OSError. An interrupt leaves the rest
+        to the next call.
         """
         with self._reading:
-            try:
-                if self._native is not None:
-                    self._native.stop()
-                if self._native is not None and (running := self._running) is not None:
+            if (native := self._native) is not None:
+                native.stop()
+                if (running := self._running) is not None:
                     if not running.state.is_over:
                         running.state.end(self._error(running, False))
-                    self._settle(self._native, running)
-                elif self._native is not None and self._tentative is not None:
-                    times = self._native.times(len(self._tentative.planned))
+                    self._settle(native, running)
+                elif self._tentative is not None:
+                    times = native.times(len(self._tentative.planned))
                     self.dropped_bytes += sum(each.written_bytes for each in times if each.is_writing)
-                    self._report(self._native, self._tentative)
-                if self._brought is not None:
-                    self._brought.join()  # it has ended with the run
-                concurrent.futures.wait(self._left)
-            finally:
-                self._running = self._tentative = self._brought = None
-                self._left.clear()
-                self._begun.clear()
-                self._give_slots_back()
+                    self._report(native, self._tentative)
+            if self._brought is not None:
+                self._brought.join()  # it has ended with the run
+            concurrent.futures.wait(self._left)
+            self._running = self._tentative = self._brought = None
+            self._left.clear()
+            self._begun.clear()
+            self._give_slots_back()
 
     def run(
         self, tiles: Sequence[T], work: TileWork[T], read_ahead: bool = True, write_behind: bool = True, lane: str = ""
@@ -179,7 +178,7 @@ class Program(Generic[T]):
         the run has been ended early.
         """
         is_all_begun = {id(tile) for tile in self.begun} <= {id(tile) for tile in tiles}
-        if flags & ONE_READ or self._tentative is not None or not is_all_begun:
+        if flags & ONE_READ or self._tentative is not None or self._running is not None or not is_all_begun:
             self.drop()
         is_begun = {id(tile) for tile in self.begun}
         plans = self._plan([*self.begun, *(tile for tile in tiles if id(tile) not in is_begun)], work)
@@ -507,8 +506,8 @@ class Program(Generic[T]):
         """Tells the store once that the writes of a tile have been made, or that they failed."""
         each = running.planned[index]
         if index not in running.noted:
-            running.noted.add(index)
             self._plans.note(each, running.work.name(each.tile), has_failed)
+            running.noted.add(index)  # after an interrupt it is noted again
 
     def _error(self, running: Running[T], is_raised: bool) -> OSError:
         """The error of a run that ended early; if it is raised, `finish` does not raise it again."""

@@ -25,7 +25,7 @@ from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.program import Program
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
-from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps
+from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps, TilePlans
 from tiermem.swap.tile_program import TileProgram
 
 NUMEL = 8192
@@ -672,6 +672,33 @@ def test_a_tile_that_cannot_be_planned_ends_the_run(
         program.run(names, Momentum(store, workers))
     assert (program.is_running, num_free(pool)) == (False, 2)
     assert torch.equal(value(store, "tile 8"), first_of(8))
+    program.close()
+
+
+def test_an_interrupt_at_the_end_of_a_run_loses_no_write(
+    make_store: Callable[..., TensorStore], workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writes have gone to other slots, because a freeze holds the old bytes: the store must learn of each."""
+    store = make_store(num_slots=2)
+    names, pool = put(store, 5), Pool(store.arena, TILE_BYTES, 2, "tiles")
+    program: Program[str] = Program(store, pool, workers)
+    freeze, note, noted = store.freeze(), TilePlans.note, []
+
+    def interrupted(*args: Any) -> None:
+        noted.append(args)
+        if len(noted) == 3:
+            raise KeyboardInterrupt
+        note(*args)
+
+    monkeypatch.setattr(TilePlans, "note", interrupted)
+    program.start(names, Momentum(store, workers))
+    with pytest.raises(KeyboardInterrupt):
+        program.finish()
+    assert program.is_running
+    program.finish()
+    assert (program.is_running, program.has_failed, num_free(pool)) == (False, False, 2)
+    check(store, names, [1] * 5, workers)
+    store.thaw(freeze)
     program.close()
 
 
