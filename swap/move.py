@@ -23,23 +23,21 @@ from tiermem.swap.queue import Queues, Transfers
 _GLANCE_S = 1e-3  # seconds to wait for one move before looking at the others
 
 
-def wait_for_any(groups: Sequence[Sequence[Move]]) -> int:
-    """Blocks until all moves of one group have ended, with or without error; returns the first such group's index.
+def wait_for_any(moves: Sequence[Move]) -> None:
+    """Blocks until one of the moves has ended, with or without error.
 
-    The first group's transfers become urgent, as in `wait`. The other groups are checked every millisecond, because one call
-    cannot wait for several queues. Errors are raised by each move's own `wait`, not here.
+    The first one's transfers become urgent, as in `wait`. The others are checked every millisecond, because one call cannot
+    wait for several queues. Errors are raised by each move's own `wait`, not here.
     """
     start_ns = 0
     while True:
-        for index, group in enumerate(groups):
-            if all(move.is_done() for move in group):
+        for move in moves:
+            if move.is_done():
                 if start_ns:
-                    end_ns = max(start_ns, *(move._answered_ns for move in group))
-                    group[-1]._queue.recorder.add("wait", group[-1].name, start_ns, end_ns)
-                return index
+                    move._queue.recorder.add("wait", move.name, start_ns, max(start_ns, move._answered_ns))
+                return
         start_ns = start_ns or time.monotonic_ns()
-        for move in groups[0]:
-            move._glance(_GLANCE_S if len(groups) > 1 else None)
+        moves[0]._glance(_GLANCE_S if len(moves) > 1 else None)
 
 
 class Later(NamedTuple):

@@ -10,8 +10,8 @@ Tiles are independent of each other. Tiles from fast paths overtake a tile on a 
 order. A native thread runs all of it (native/program.cpp) for tiles whose work is a list of native steps: no Python runs
 between the read and the write of such a tile. A thread of the program brings what such a tile needs beside the bytes on disk:
 gradients of an accelerator. The work of other tiles is a function of the caller, which `run` calls in its own thread when the
-tile's bytes have arrived. It may leave work to an accelerator; the program's thread then waits for its end. Where all tiles
-rest in memory there is no buffer, and `run` needs no other thread at all.
+tile's bytes have arrived. It may leave the rest of its work, such as waiting for an accelerator, to a thread of the program.
+Where all tiles rest in memory there is no buffer, and `run` needs no other thread at all.
 
         Program.begin                         run, or start ... read the bytes of a unit ... finish
     ... backward ........................| read the rest | compute | write |
@@ -67,10 +67,10 @@ class Program(Generic[T]):
     Args:
         store: of the bytes that are read and written.
         pool: lends the buffers, from the first read until the end of the run; None: every tile rests in memory.
-        workers: threads that the kernels share.
+        workers: threads that the kernels share; None: no tile has native steps.
     """
 
-    def __init__(self, store: TensorStore, pool: Pool | None, workers: Workers) -> None:
+    def __init__(self, store: TensorStore, pool: Pool | None, workers: Workers | None) -> None:
         self._store = store
         self._pool = pool
         self._workers = workers
@@ -124,32 +124,31 @@ class Program(Generic[T]):
     def drop(self) -> None:
         """Ends what was begun or started early, and gives the buffers back: tiles of a run are then old or new.
 
-        All tiles of a tentative run are old. Blocks for transfers in flight; never raises OSError.
+        All tiles of a tentative run are old. Blocks for transfers in flight; never raises OSError. An interrupt leaves the rest
+        to the next call.
         """
         self._planning.forget()
         self._drop()
 
     def _drop(self) -> None:
         with self._reading:
-            try:
-                if self._native is not None:
-                    self._native.stop()
-                if self._native is not None and (running := self._running) is not None:
+            if (native := self._native) is not None:
+                native.stop()
+                if (running := self._running) is not None:
                     if not running.state.is_over:
                         running.state.end(self._error(running, False))
-                    self._settle(self._native, running)
-                elif self._native is not None and self._tentative is not None:
-                    times = self._native.times(len(self._tentative.planned))
+                    self._settle(native, running)
+                elif self._tentative is not None:
+                    times = native.times(len(self._tentative.planned))
                     self.dropped_bytes += sum(each.written_bytes for each in times if each.is_writing)
                     self.num_native += self._tentative.tell(self._store.recorder, times)
-                if self._brought is not None:
-                    self._brought.join()  # it has ended with the run
-                concurrent.futures.wait(self._left)
-            finally:
-                self._running = self._tentative = self._brought = None
-                self._left.clear()
-                self._begun.clear()
-                self._give_slots_back()
+            if self._brought is not None:
+                self._brought.join()  # it has ended with the run
+            concurrent.futures.wait(self._left)
+            self._running = self._tentative = self._brought = None
+            self._left.clear()
+            self._begun.clear()
+            self._give_slots_back()
 
     def run(
         self, tiles: Sequence[T], work: TileWork[T], read_ahead: bool = True, write_behind: bool = True, lane: str = ""
@@ -186,7 +185,7 @@ class Program(Generic[T]):
         the run has been ended early.
         """
         is_all_begun = {id(tile) for tile in self.begun} <= {id(tile) for tile in tiles}
-        if flags & ONE_READ or self._tentative is not None or not is_all_begun:
+        if flags & ONE_READ or self._tentative is not None or self._running is not None or not is_all_begun:
             self.drop()
         is_begun = {id(tile) for tile in self.begun}
         plans = self._plan([*self.begun, *(tile for tile in tiles if id(tile) not in is_begun)], work)
@@ -411,8 +410,8 @@ class Program(Generic[T]):
         return is_given
 
     def _help(self) -> concurrent.futures.ThreadPoolExecutor:
-        """A thread of the program, for what is not to be done in its caller's."""
-        self._helper = self._helper or concurrent.futures.ThreadPoolExecutor(1, "tiermem-program")
+        """Threads of the program, for what is not to be done in its caller's."""
+        self._helper = self._helper or concurrent.futures.ThreadPoolExecutor(2, "tiermem-program")
         return self._helper
 
     # ---- running -----------------------------------------------------------------------------------------------------
@@ -425,6 +424,7 @@ class Program(Generic[T]):
                 self.num_called += 1
                 work.compute(tile, None)
                 continue
+            assert self._workers is not None
             run_steps(self._workers, [step.struct for step in steps], f"stepping {work.name(tile)!r}")
             self.num_native += 1
             if lane:
@@ -436,15 +436,9 @@ class Program(Generic[T]):
         if not isinstance(found, tuple):
             return found
         index, buffer = found
-        each, has_failed, left = running.planned[index], True, None
-        rest: Callable[[], None] | None = None
+        has_failed, left = True, None
         try:
-            if each.is_native:  # and brought, beside tiles that are not native: its native steps follow
-                rest = functools.partial(running.work.bring, each.tile, self._slots[buffer])
-            else:
-                self.num_called += 1
-                ended = running.work.compute(each.tile, None if buffer < 0 else self._slots[buffer])
-                rest = None if ended is None else ended.synchronize
+            rest = self._begin_work(running, index, buffer)
             if rest is not None:
                 self._left.append(left := self._help().submit(self._end_work, running, index, rest))
             has_failed = False
@@ -455,6 +449,14 @@ class Program(Generic[T]):
             if left is None:
                 program.done(index, has_failed)
         return False
+
+    def _begin_work(self, running: Running[T], index: int, buffer: int) -> Callable[[], object] | None:
+        """Does the work on a tile that needs its caller's thread. Returns the rest, which may block in any thread."""
+        each = running.planned[index]
+        if each.is_native:  # and brought: its native steps follow
+            return functools.partial(running.work.bring, each.tile, self._slots[buffer])
+        self.num_called += 1
+        return running.work.compute(each.tile, None if buffer < 0 else self._slots[buffer])
 
     def _serve_aside(self, running: Running[T]) -> None:
         """Brings what the tiles of a run need, in a thread, if nothing else is to be done for them."""
@@ -473,14 +475,10 @@ class Program(Generic[T]):
 
     def _work_on(self, running: Running[T], index: int, buffer: int) -> None:
         """All the work on a tile that is not native. Blocks."""
-        each, slot = running.planned[index], None if buffer < 0 else self._slots[buffer]
-        if each.is_native:  # and brought: its native steps follow
-            assert slot is not None
-            running.work.bring(each.tile, slot)
-        elif (ended := running.work.compute(each.tile, slot)) is not None:
-            ended.synchronize()
+        if (rest := self._begin_work(running, index, buffer)) is not None:
+            rest()
 
-    def _end_work(self, running: Running[T], index: int, rest: Callable[[], None]) -> None:
+    def _end_work(self, running: Running[T], index: int, rest: Callable[[], object]) -> None:
         """Ends the work on a tile with the rest of it. In a thread of the program."""
         has_failed = True
         try:
@@ -521,8 +519,8 @@ class Program(Generic[T]):
         """Tells the store once that the writes of a tile have been made, or that they failed."""
         each = running.planned[index]
         if index not in running.noted:
-            running.noted.add(index)
             self._plans.note(each, running.work.name(each.tile), has_failed)
+            running.noted.add(index)  # after an interrupt it is noted again
 
     def _error(self, running: Running[T], is_raised: bool) -> OSError:
         """The error of a run that ended early; if it is raised, `finish` does not raise it again."""

@@ -559,7 +559,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         with self._lock:
             writes = self._under_way.unfinished(is_write=True)
         if writes and self.arena.carved_bytes >= carved:
-            wait_for_any([[move] for move in writes])  # whichever path is faster
+            wait_for_any(writes)  # whichever path is faster
         return bool(writes) or self.arena.carved_bytes < carved
 
     def _let_go(self, freeze: Freeze) -> None:

@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import torch
-
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Expected, Range, Written
 from tiermem.swap.entry import WritePlan
@@ -116,41 +114,51 @@ class PlanningThread:
 
 
 class TileWork(Protocol[T_contra]):
-    """What the caller says of a tile. `slot` is the buffer that it gets, or the first one, which stands for it; None: none."""
+    """What the caller says of a tile. `slot` is the buffer that it gets, or the first one, which stands for it; None: none.
+
+    A subclass says `name`, `early_reads`, `writes` and `compute`; the rest is by default that of a tile which `compute` steps.
+    """
 
     def name(self, tile: T_contra) -> str:
         """Its name in events and errors."""
 
     def unit(self, tile: T_contra) -> int:
         """The number of the unit that it belongs to."""
+        return 0
 
     def early_reads(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
         """What may be read before the run."""
 
     def late_reads(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
         """What is final only when the run begins."""
+        return ()
 
     def kept(self, tile: T_contra) -> int:
         """The address of memory that has the bytes of `late_reads`, one behind the other, until `Program.forget`; 0: none."""
+        return 0
 
     def writes(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
         """What is written back."""
 
     def is_shown(self, tile: T_contra) -> bool:
         """Whether `Program.read` finds the last of `writes` while the run is under way."""
+        return False
 
     def steps(self, tile: T_contra, slot: Slot | None) -> Sequence[NativeStep] | None:
         """The native steps that are its work; None: `compute` does it."""
+        return None
 
     def is_brought(self, tile: T_contra) -> bool:
-        """Whether `bring` completes its buffer before its native steps."""
+        """Whether its buffer gets more than its reads: from `bring`, before its native steps, or from `compute`."""
+        return False
 
     def bring(self, tile: T_contra, slot: Slot) -> None:
         """Copies what does not come from disk to its buffer; blocks. In a thread of the program."""
+        return
 
-    def compute(self, tile: T_contra, slot: Slot | None) -> torch.Event | None:
-        """Changes the buffer, or memory, in place; blocks. Returns what a thread of the program waits for before the buffer is
-        written; None: nothing."""
+    def compute(self, tile: T_contra, slot: Slot | None) -> Callable[[], object] | None:
+        """Changes the buffer, or memory, in place; blocks. Returns the rest of the work, which a thread of the program does
+        before the buffer is written, such as waiting for an accelerator; None: nothing. A tile without buffer has no rest."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,12 +124,12 @@ class TileProgram:
     """A native step program with its own thread. Methods may be called from any thread; they raise OSError as `check` does.
 
     Args:
-        workers: threads that kernels share; they outlive the program.
+        workers: threads that kernels share, which outlive the program; None: kernels run in the program's own.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        program = ffi.new("tm_program **")
-        check(lib.tm_program_open(workers.handle, program), "starting the thread of a step program")
+    def __init__(self, workers: Workers | None) -> None:
+        program, handle = ffi.new("tm_program **"), ffi.NULL if workers is None else workers.handle
+        check(lib.tm_program_open(handle, program), "starting the thread of a step program")
         self._handle, self._owner = program[0], os.getpid()
 
     @property
@@ -201,8 +201,9 @@ class TileProgram:
             check(lib.tm_program_quiet(self.handle), "waiting for a step program")
 
     def stop(self) -> None:
-        """Ends a run early, or drops what was begun. Blocks for transfers in flight."""
-        check(lib.tm_program_stop(self.handle), "stopping a step program")
+        """Ends a run early, or drops what was begun. Blocks for transfers in flight. Does nothing after `close`."""
+        if self._handle != ffi.NULL:
+            check(lib.tm_program_stop(self.handle), "stopping a step program")
 
     def failure(self) -> Failure | None:
         """The first failure of the run."""

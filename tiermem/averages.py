@@ -11,6 +11,7 @@ read, and the one before is written, while one is averaged, so that memory holds
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ from torch import nn
 from tiermem.optim.local import as_placed, local_of, part_of
 from tiermem.policy import NvmePath
 from tiermem.swap.arena import Pool, Slot
-from tiermem.swap.move import Move
+from tiermem.swap.checksum import Range
 from tiermem.swap.paths import AnyPath
-from tiermem.swap.pipeline import run_pipeline
+from tiermem.swap.program import Program
 from tiermem.swap.ranges import round_up
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import ALIGNMENT, Tier
+from tiermem.swap.tile_plan import TileWork
 from tiermem.zero import registry
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import paths_of_rank
@@ -43,7 +45,6 @@ class _Piece(NamedTuple):
     dtype: torch.dtype
     start: int
     numel: int
-    is_at_rest: bool  # on NVMe, so that it passes through a buffer
 
     @property
     def elements(self) -> slice:
@@ -101,7 +102,7 @@ class EMA:
         self._dtypes = {name: dtype or param.dtype for name, param in self._params.items()}
         self._home, own_paths = _home_of(self._params.values(), home, paths)
         self._is_applied = False
-        self._store, self._pool = self._open(own_paths)
+        self._store, self._program = self._open(own_paths)
 
     def update(self) -> None:
         """Takes the current weights into the averages. Call it after each step. Blocks; not collective.
@@ -180,15 +181,8 @@ class EMA:
             raise ValueError(
                 f"these averages are of another model: {', '.join(sorted(wrong)[:5])} differ in name or shape"
             )
-        parts: dict[str, torch.Tensor] = {}
-
-        def act(piece: _Piece, average: torch.Tensor) -> None:
-            if piece.name not in parts:
-                parts.clear()
-                parts[piece.name] = _mine(piece.param, averages[piece.name])
-            average.copy_(parts[piece.name][piece.elements])
-
-        self._run(self._pieces("average"), act)
+        for name, param in self._params.items():
+            self._fill(name, _mine(param, averages[name]))
         self.decay, self.num_updates = float(state_dict["decay"]), int(state_dict["num_updates"])
 
     def close(self) -> None:
@@ -197,7 +191,7 @@ class EMA:
 
     # ---- where they rest -----------------------------------------------------------------------------------------------
 
-    def _open(self, paths: tuple[NvmePath, ...]) -> tuple[TensorStore, Pool | None]:
+    def _open(self, paths: tuple[NvmePath, ...]) -> tuple[TensorStore, Program[_Piece]]:
         most = max(
             (piece.numel * piece.dtype.itemsize for kind in ("average", "aside") for piece in self._pieces(kind)),
             default=1,
@@ -215,7 +209,7 @@ class EMA:
         except BaseException:
             store.close()
             raise
-        return store, pool
+        return store, Program(store, pool, None)
 
     def _reserve(self, kind: str) -> None:
         """Takes room for every entry of a kind, or for none. Raises OSError."""
@@ -238,20 +232,20 @@ class EMA:
             numel, dtype = _num_mine(param), self._dtypes[name] if kind == "average" else param.dtype
             step = _PIECE_NUMEL if _is_flat(param) else max(1, numel)
             found += [
-                _Piece(name, param, f"{kind}/{name}", dtype, start, min(step, numel - start), self._home is Tier.NVME)
+                _Piece(name, param, f"{kind}/{name}", dtype, start, min(step, numel - start))
                 for start in range(0, numel, step)
             ]
         return found
 
     def _run(self, pieces: Sequence[_Piece], act: _Act, changes: bool = True) -> None:
         with torch.no_grad():
-            if self._pool is not None:
-                run_pipeline(pieces, _Pass(self._store, act, changes), self._pool)
-            else:
-                for piece in pieces:
-                    act(piece, self._store.view(piece.entry)[piece.elements])
+            self._program.run(pieces, _Pass(self._store, act, changes))
 
     # ---- values --------------------------------------------------------------------------------------------------------
+
+    def _fill(self, name: str, mine: torch.Tensor) -> None:
+        """Sets this rank's part of a parameter's average."""
+        self._run(self._pieces("average", name), lambda piece, average: average.copy_(mine[piece.elements]))
 
     def _whole(self, name: str) -> torch.Tensor:
         """A parameter's average: whole, of a DTensor placed as it. Collective."""
@@ -285,29 +279,32 @@ class EMA:
             shards.check_may_change()
 
 
-class _Pass:
-    """One pass over pieces on NVMe, which swap/pipeline.py runs."""
+@dataclasses.dataclass(frozen=True)
+class _Pass(TileWork[_Piece]):
+    """One pass over pieces, which swap/program.py runs."""
 
-    def __init__(self, store: TensorStore, act: _Act, changes: bool) -> None:
-        self._store = store
-        self._act = act
-        self._changes = changes
+    store: TensorStore
+    act: _Act
+    changes: bool
 
-    def read(self, piece: _Piece, slot: Slot) -> Move:
-        """Starts reading a piece."""
-        return self._store.read([self._range(piece, slot)], piece.entry)
+    def name(self, tile: _Piece) -> str:
+        """The entry of a piece."""
+        return tile.entry
 
-    def compute(self, piece: _Piece, slot: Slot) -> None:
-        """Does the work on a piece, in its buffer."""
-        self._act(piece, slot.tensor[: piece.numel * piece.dtype.itemsize].view(piece.dtype))
+    def early_reads(self, tile: _Piece, slot: Slot | None) -> list[Range]:
+        """All of a piece."""
+        assert slot is not None
+        size = tile.dtype.itemsize
+        return [(tile.entry, tile.start * size, slot.tensor[: round_up(tile.numel * size, ALIGNMENT)])]
 
-    def write(self, piece: _Piece, slot: Slot) -> Move:
-        """Starts writing a piece back, if it was changed."""
-        return self._store.write([self._range(piece, slot)] if self._changes else [], piece.entry)
+    def writes(self, tile: _Piece, slot: Slot | None) -> list[Range]:
+        """The same, if it was changed."""
+        return self.early_reads(tile, slot) if self.changes else []
 
-    def _range(self, piece: _Piece, slot: Slot) -> tuple[str, int, torch.Tensor]:
-        size = piece.dtype.itemsize
-        return piece.entry, piece.start * size, slot.tensor[: round_up(piece.numel * size, ALIGNMENT)]
+    def compute(self, tile: _Piece, slot: Slot | None) -> None:
+        """Does the work on a piece, in its buffer or where it rests."""
+        values = self.store.view(tile.entry) if slot is None else slot.tensor.view(tile.dtype)
+        self.act(tile, values[tile.elements if slot is None else slice(tile.numel)])
 
 
 # ---- this rank's part of a parameter ---------------------------------------------------------------------------------

@@ -132,7 +132,8 @@ MUTANTS = {
         TilePass, "finish", "copied.synchronize()", "pass", "read_after_steps", "host, most sent"
     ),
     "a buffer is written before the device has stepped what it holds": Mutant(
-        TilePass, "compute", "return ended if slot is not None else None", "return None", "plain", "nvme, half of the states"
+        TilePass, "compute", "return ended.synchronize if slot is not None and ended is not None else None", "return None",
+        "plain", "nvme, half of the states",
     ),
     "a tile is sent to a buffer whose last tile has not left": Mutant(
         TileStream, "begin", "stream.wait_event(left)", "pass", "plain", "host, most sent"

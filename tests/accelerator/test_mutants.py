@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,8 @@ import torch
 from accelerator.mutants import MUTANTS, applied
 from accelerator.test_parity import differences, on_cpu, run
 from tiermem.swap import accelerator
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 
 SCHEDULES = ["late", "side_first", "main_first", *(f"random:{seed}" for seed in range(20)), "at_once"]
 
@@ -34,6 +37,7 @@ def unpinned(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(accelerator, "_unregister", unregister_and_note)
     yield
     sim.synchronize()
+    gc.collect()  # stores of runs that failed unregister what they have
     for address in held:
         sim.host_unregister(address)
 

@@ -41,10 +41,14 @@ def trained(device: str, policy: OffloadPolicy, dtype: torch.dtype = torch.float
 
 
 @pytest.mark.parametrize("preset", ["exact", "compact"])
-@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
-def test_states_away_from_a_device_change_no_bit(home: Tier, preset: str, sim: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", ["host", "nvme", "both"])
+def test_states_away_from_a_device_change_no_bit(home: str, preset: str, sim: ModuleType, tmp_path: Path) -> None:
+    """On both tiers, a tile whose states rest in memory has its weights where another tile's states are read to."""
     dtype, precision = (torch.float32 if preset == "exact" else torch.bfloat16), Precision.preset(preset)
-    policy = OffloadPolicy(optim=home, paths=[tmp_path], tile_numel=4096, tile_buffers=3, precision=precision)
+    where: dict[str, Any] = {"optim": Tier.HOST if home == "host" else Tier.NVME, "paths": [tmp_path]}
+    if home == "both":
+        where |= {"host_bytes": 1 << 24, "resident_bytes": 99_000}
+    policy = OffloadPolicy(**where, tile_numel=4096, tile_buffers=3, precision=precision)
     expected = trained("cpu", OffloadPolicy(optim=Tier.HOST, precision=precision), dtype)
     for schedule in SCHEDULES:
         sim.set_schedule(schedule)

@@ -558,7 +558,8 @@ def test_a_model_that_is_dropped_under_way_ends_its_threads(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupt_leaves_the_step_under_way(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("verb", ["_call_next", "_settle"])
+def test_an_interrupt_leaves_the_step_under_way(verb: str, trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, shards, optim = trained()
     expected = None
     for is_interrupted in (True, False):
@@ -568,10 +569,10 @@ def test_an_interrupt_leaves_the_step_under_way(trained: Any, monkeypatch: pytes
                 def interrupt(self: Any, *_: Any) -> bool:
                     raise KeyboardInterrupt
 
-                patched.setattr(Program, "_call_next", interrupt)
+                patched.setattr(Program, verb, interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     shards.check_whole()
-                assert shards.program.is_running
+                assert shards.program.is_running and not shards.steps.is_torn
         if not is_interrupted:
             expected = states_of(shards, optim)
     assert expected and not shards.program.is_running

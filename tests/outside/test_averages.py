@@ -75,6 +75,8 @@ def test_averages_equal_torchs_and_the_model_comes_back(where: str, home: Tier, 
         ema.copy_to()
         assert_same_tensors(dict(model.state_dict()), expected)
         ema.close()
+        with pytest.raises(RuntimeError, match="this store is closed"):
+            ema.update()
 
 
 def test_averages_in_the_parameters_own_dtype(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
+import functools
 import gc
 import sys
 import threading
@@ -25,7 +25,7 @@ from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.program import Program
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
-from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps
+from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps, TilePlans
 from tiermem.swap.tile_program import TileProgram
 
 NUMEL = 8192
@@ -47,6 +47,7 @@ class Momentum:
         called: Sequence[str] = (),
         fails_at: str = "",
         brought: Sequence[str] = (),
+        error: type[BaseException] = KeyboardInterrupt,
     ) -> None:
         self._store = store
         self._workers = workers
@@ -54,6 +55,7 @@ class Momentum:
         self._native_steps = NativeSteps()
         self._fails_at = fails_at
         self._brought = brought
+        self._error = error
         self.computed: list[str] = []
         self.threads: set[int] = set()  # that brought gradients
 
@@ -94,7 +96,7 @@ class Momentum:
     def compute(self, tile: str, slot: Slot | None) -> None:
         self.computed.append(tile)
         if tile == self._fails_at:
-            raise KeyboardInterrupt(tile)
+            raise self._error(tile)
         optimizer_step(self._workers, RULE, self._parts(tile, slot))
 
     def _ranges(self, tile: str, slot: Slot | None) -> list[Range]:
@@ -202,11 +204,21 @@ def test_what_is_not_brought_fails_its_fetch_and_says_why(store: TensorStore, wo
     program.close()
 
 
-@dataclasses.dataclass
-class Left:
-    """Stands for the event of work that an accelerator does meanwhile."""
-
-    synchronize: Callable[[], None]
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_thread_that_serves_an_attempt_counts_the_tiles_that_are_called(
+    make_store: Callable[..., TensorStore], workers: Workers, leaves: bool
+) -> None:
+    store = make_store(num_slots=2)
+    names = put(store, 6)
+    program: Program[str] = Program(store, Pool(store.arena, 2 * TILE_BYTES, 2, "tiles"), workers)
+    kind = LeavingMomentum if leaves else Momentum
+    work = kind(store, workers, called=names[4:], brought=names[:4])
+    assert program.attempt(names, work, 6)
+    program.commit(names, work)
+    program.finish()
+    assert (program.num_native, program.num_called) == (4, 2)
+    check(store, names, [1] * 6, workers)
+    program.close()
 
 
 class LeavingMomentum(Momentum):
@@ -218,7 +230,7 @@ class LeavingMomentum(Momentum):
             optimizer_step(self._workers, RULE, self._parts(tile, slot))
 
         self.computed.append(tile)
-        return Left(rest)
+        return rest
 
 
 def test_work_that_is_left_to_an_accelerator_is_awaited_by_threads(store: TensorStore, workers: Workers) -> None:
@@ -237,6 +249,26 @@ def test_work_that_is_left_to_an_accelerator_is_awaited_by_threads(store: Tensor
     assert str(caught.value.__cause__) == "no gradient of tile 2"
     assert num_free(pool) == 2
     assert torch.equal(value(store, names[2]), stepped(2, 1, workers))
+    program.close()
+
+
+def test_a_tile_that_is_slow_holds_its_own_buffer_only(store: TensorStore, workers: Workers) -> None:
+    names, have_passed = put(store, 7), threading.Event()
+
+    class Slow(Momentum):
+        """The work on tile 0 ends when the tile before the last is computed."""
+
+        def compute(self, tile: str, slot: Slot | None) -> Any:
+            if tile == names[-2]:
+                have_passed.set()
+            rest = functools.partial(super().compute, tile, slot)
+            return rest() if tile != names[0] else lambda: rest() if have_passed.wait(30.0) else None
+
+    program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
+    work = Slow(store, workers, names)
+    program.run(names, work)
+    assert work.computed[:4] == names[1:5] and work.computed.index(names[0]) >= 4
+    check(store, names, [1] * 7, workers)
     program.close()
 
 
@@ -613,18 +645,60 @@ def test_damaged_bytes_are_named_and_never_stepped(store: TensorStore, workers: 
     program.close()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("num_buffers", [1, 3])
-def test_an_interrupt_in_python_work_ends_the_run_and_loses_no_buffer(
-    store: TensorStore, workers: Workers, num_buffers: int
+def test_an_error_of_python_work_ends_the_run_and_loses_no_buffer(
+    store: TensorStore, workers: Workers, num_buffers: int, error: type[BaseException]
 ) -> None:
     names = put(store, 5)
     pool = Pool(store.arena, TILE_BYTES, num_buffers, "tiles")
     program: Program[str] = Program(store, pool, workers)
-    with pytest.raises(KeyboardInterrupt, match="tile 2"):
-        program.run(names, Momentum(store, workers, ["tile 2"], fails_at="tile 2"))
+    with pytest.raises(error, match="tile 2"):
+        program.run(names, Momentum(store, workers, ["tile 2"], fails_at="tile 2", error=error))
     assert num_free(pool) == num_buffers
     assert torch.equal(value(store, "tile 2"), first_of(2))
     store.settle()  # nothing is in flight
+    program.close()
+
+
+def test_a_tile_that_cannot_be_planned_ends_the_run(
+    store: TensorStore, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = put(store, 9)
+    pool = Pool(store.arena, TILE_BYTES, 2, "tiles")
+    program: Program[str] = Program(store, pool, workers)
+    monkeypatch.setattr(Momentum, "is_brought", lambda _, tile: ["tile 7"].index(tile) if tile > "tile 6" else False)
+    with pytest.raises(ValueError, match="'tile 8' is not in list"):
+        program.run(names, Momentum(store, workers))
+    assert (program.is_running, num_free(pool)) == (False, 2)
+    assert torch.equal(value(store, "tile 8"), first_of(8))
+    program.close()
+
+
+def test_an_interrupt_at_the_end_of_a_run_loses_no_write(
+    make_store: Callable[..., TensorStore], workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writes have gone to other slots, because a freeze holds the old bytes: the store must learn of each."""
+    store = make_store(num_slots=2)
+    names, pool = put(store, 5), Pool(store.arena, TILE_BYTES, 2, "tiles")
+    program: Program[str] = Program(store, pool, workers)
+    freeze, note, noted = store.freeze(), TilePlans.note, []
+
+    def interrupted(*args: Any) -> None:
+        noted.append(args)
+        if len(noted) == 3:
+            raise KeyboardInterrupt
+        note(*args)
+
+    monkeypatch.setattr(TilePlans, "note", interrupted)
+    program.start(names, Momentum(store, workers))
+    with pytest.raises(KeyboardInterrupt):
+        program.finish()
+    assert program.is_running
+    program.finish()
+    assert (program.is_running, program.has_failed, num_free(pool)) == (False, False, 2)
+    check(store, names, [1] * 5, workers)
+    store.thaw(freeze)
     program.close()
 
 

@@ -27,15 +27,16 @@ from tiermem.optim.ordinary import STEP, State, check_gradient, num_steps_of, va
 from tiermem.optim.rules import AnyStep, Rule, step_parts
 from tiermem.optim.tile import StateTile, stepped_ranges, tile_runs
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.accelerator import current_stream, is_accelerator, record
+from tiermem.swap.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.arena import BudgetError, Pool, Slot
-from tiermem.swap.move import Move
+from tiermem.swap.checksum import Range
 from tiermem.swap.native import Workers, narrow_part, widen_part
 from tiermem.swap.parts import Dither, StepParts
-from tiermem.swap.pipeline import run_pipeline
+from tiermem.swap.program import Program
 from tiermem.swap.ranges import round_up
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import ALIGNMENT
+from tiermem.swap.tile_plan import TileWork
 from tiermem.zero.plan import USUAL_TILE_BUFFERS, USUAL_TILE_NUMEL, within
 from tiermem.zero.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
 from tiermem.zero.topology import paths_of_rank, ranks_per_node
@@ -102,7 +103,7 @@ class RestingStates:
         self.shards = {shard.param: shard for unit in units for shard in unit.shards}
         self._is_torn = False
         devices = list(dict.fromkeys(local_of(param).device for param in params))
-        self._devices = devices = [device for device in devices if is_accelerator(device)]
+        devices = [device for device in devices if is_accelerator(device)]
         plan = _Planner(policy, units, self._rules, bool(devices)).plan(taken_bytes)
         self.host_bytes = plan.host_bytes
         """Bytes of HOST memory that the states and the buffers take."""
@@ -118,13 +119,13 @@ class RestingStates:
             link_bytes,
         )
         try:
-            self._pool = self._take_room(plan)
+            self._program = Program[StateTile](self._store, self._take_room(plan), workers)
         except BaseException:
             self._store.close()
             raise
 
     def step(self, steps: Mapping[nn.Parameter, AnyStep]) -> None:
-        """Steps parameters that have a gradient, with their next scalars. Blocks; on an accelerator in stream order.
+        """Steps parameters that have a gradient, with their next scalars. Blocks, also until an accelerator has new weights.
 
         Raises OSError when a transfer fails, ValueError for a rule with more moments than the states have; after an OSError the
         states refuse to continue until a state dict is loaded.
@@ -212,8 +213,6 @@ class RestingStates:
 
     def close(self) -> None:
         """Frees the memory and the files. Blocks. Raises the first error of a write that no step has raised."""
-        for device in self._devices:
-            record(current_stream(device)).synchronize()  # copies from the buffers
         self._store.close()
 
     # ---- one pass ------------------------------------------------------------------------------------------------------
@@ -231,11 +230,7 @@ class RestingStates:
         tiles = [tile for tile in self._tiles if any(part.shard in chosen for part in tile.ranges)]
         work = _Pass(self._store, chosen, act, is_step, changes, overwrites)
         with self._changing() if changes else contextlib.nullcontext():
-            if self._pool is not None:
-                run_pipeline(tiles, work, self._pool, self._policy.pipeline_read, self._policy.pipeline_write)
-            else:
-                for tile in tiles:
-                    work.compute(tile, None)
+            self._program.run(tiles, work, self._policy.pipeline_read, self._policy.pipeline_write)
             work.end()
             for tile in tiles if changes else ():
                 tile.mark_started()
@@ -391,8 +386,8 @@ def _lay_out(params: Ruled) -> list[Unit]:
 # ---- the work on a tile ----------------------------------------------------------------------------------------------
 
 
-class _Pass:
-    """One pass over tiles, which swap/pipeline.py runs. A buffer holds [ states, if they rest on NVMe | weights | gradients ],
+class _Pass(TileWork[StateTile]):
+    """One pass over tiles, which swap/program.py runs. A buffer holds [ states, if they rest on NVMe | weights | gradients ],
     the last two of parameters on an accelerator.
 
     Args:
@@ -419,39 +414,42 @@ class _Pass:
         self._is_step = is_step
         self._changes = changes
         self._overwrites = overwrites
-        self._copied: dict[int, torch.Event] = {}  # by the buffer's offset: its weights and gradients have come
         self._straight: dict[Shard, tuple[torch.Tensor, torch.Tensor | None]] = {}  # flat weight and gradient
 
-    def read(self, tile: StateTile, slot: Slot) -> Move:
-        """Starts reading a tile's states, and copying its weights and gradients from an accelerator."""
+    def name(self, tile: StateTile) -> str:
+        """The entry of its states."""
+        return tile.entry
+
+    def early_reads(self, tile: StateTile, slot: Slot | None) -> list[Range]:
+        """Its states on NVMe, if they are needed."""
+        return [] if self._is_blank(tile) else self._at_rest(tile, slot)
+
+    def writes(self, tile: StateTile, slot: Slot | None) -> list[Range]:
+        """Its states on NVMe, if they change."""
+        return self._at_rest(tile, slot) if self._changes else []
+
+    def is_brought(self, tile: StateTile) -> bool:
+        """Whether `compute` copies weights and gradients from an accelerator to its buffer."""
+        return is_accelerator(_device_of(tile))
+
+    def compute(self, tile: StateTile, slot: Slot | None) -> Callable[[], None] | None:
+        """Does the work on a tile, in its buffer or where it rests; blocks. Parameters on an accelerator come to the buffer on
+        the current stream; the rest, which is returned, does the work when they have come, and waits until they are back."""
+        if not self.is_brought(tile):
+            self._work_on(tile, slot)
+            return None
+        stream = current_stream(_device_of(tile))
         self._bring(tile, slot)
-        is_there = tile.home is Tier.NVME and tile.state_bytes and not self._is_blank(tile)
-        return self._store.read([(tile.entry, 0, slot.tensor[: tile.state_bytes])] if is_there else [], tile.entry)
+        copied = record(stream)
 
-    def compute(self, tile: StateTile, slot: Slot | None) -> None:
-        """Does the work on a tile, in its buffer or where it rests. Blocks."""
-        states = self._states(tile, slot)
-        if self._is_blank(tile):
-            states.zero_()
-        views = tile.layout.views(states, tile.numel)
-        copied = self._copied.pop(slot.offset, None) if slot is not None else None
-        if copied is not None:
+        def rest() -> None:
             copied.synchronize()
-        for part in self._parts(tile):
-            weight, grad = self._flat(part.shard)
-            place, elements = tile.place_of(part), slice(part.start, part.stop)
-            own, near = weight[elements], None if grad is None else grad[elements]
-            if copied is not None:
-                assert slot is not None
-                own, near = self._in_buffer(tile, slot, place, grad)
-            self._act(_Held(part.shard, elements, views.piece(place.start, part.numel), own, near))
-            if copied is not None and self._changes:
-                weight[elements].copy_(own, non_blocking=True)
+            activate(stream.device)
+            with torch.no_grad(), on(stream):
+                self._work_on(tile, slot)
+                record(stream).synchronize()
 
-    def write(self, tile: StateTile, slot: Slot) -> Move:
-        """Starts writing a tile's states back."""
-        is_due = self._changes and tile.home is Tier.NVME and tile.state_bytes
-        return self._store.write([(tile.entry, 0, slot.tensor[: tile.state_bytes])] if is_due else [], tile.entry)
+        return rest
 
     def end(self) -> None:
         """Copies parameters back that are not contiguous."""
@@ -460,27 +458,38 @@ class _Pass:
             if self._changes and not local.is_contiguous():
                 local.copy_(weight.view(local.shape))
 
-    def _bring(self, tile: StateTile, slot: Slot) -> None:
-        """Starts the copies from an accelerator into a tile's buffer."""
-        stream = None
+    def _work_on(self, tile: StateTile, slot: Slot | None) -> None:
+        """Calls `act` for each parameter in a tile; new weights start back to an accelerator."""
+        states = self._states(tile, slot)
+        if self._is_blank(tile):
+            states.zero_()
+        views, is_brought = tile.layout.views(states, tile.numel), self.is_brought(tile)
         for part in self._parts(tile):
             weight, grad = self._flat(part.shard)
-            if not is_accelerator(weight.device):
-                return
+            place, elements = tile.place_of(part), slice(part.start, part.stop)
+            own, near = weight[elements], None if grad is None else grad[elements]
+            if is_brought:
+                own, near = self._in_buffer(tile, slot, place, grad)
+            self._act(_Held(part.shard, elements, views.piece(place.start, part.numel), own, near))
+            if is_brought and self._changes:
+                weight[elements].copy_(own, non_blocking=True)
+
+    def _bring(self, tile: StateTile, slot: Slot | None) -> None:
+        """Starts the copies from an accelerator into a tile's buffer."""
+        for part in self._parts(tile):
+            weight, grad = self._flat(part.shard)
             near_weight, near_grad = self._in_buffer(tile, slot, tile.place_of(part), grad)
             is_first = part.shard.num_steps == 1
             if not self._is_step or is_first or tile.layout.reads_weight:
                 near_weight.copy_(weight[part.start : part.stop], non_blocking=True)
             if grad is not None and near_grad is not None:
                 near_grad.copy_(grad[part.start : part.stop], non_blocking=True)
-            stream = current_stream(weight.device)
-        if stream is not None:
-            self._copied[slot.offset] = record(stream)
 
     def _in_buffer(
-        self, tile: StateTile, slot: Slot, place: slice, grad: torch.Tensor | None
+        self, tile: StateTile, slot: Slot | None, place: slice, grad: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The places of a parameter's weights and gradients in a tile's buffer."""
+        assert slot is not None
         start = tile.state_bytes if tile.home is Tier.NVME else 0
         weights, size = slot.tensor[start:].view(tile.dtype), tile.numel * tile.dtype.itemsize
         near = None
@@ -503,6 +512,10 @@ class _Pass:
             self._straight[shard] = local_of(shard.param).contiguous().view(-1), flat_grad
         return self._straight[shard]
 
+    def _at_rest(self, tile: StateTile, slot: Slot | None) -> list[Range]:
+        is_there = tile.home is Tier.NVME and tile.state_bytes
+        return [(tile.entry, 0, self._states(tile, slot))] if is_there else []
+
     def _states(self, tile: StateTile, slot: Slot | None) -> torch.Tensor:
         if not tile.state_bytes:
             return torch.empty(0, dtype=torch.uint8)
@@ -510,3 +523,8 @@ class _Pass:
             return self._store.view(tile.entry)
         assert slot is not None
         return slot.tensor[: tile.state_bytes]
+
+
+def _device_of(tile: StateTile) -> torch.device:
+    """The device of a tile's parameters."""
+    return local_of(tile.ranges[0].shard.param).device

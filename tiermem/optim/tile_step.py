@@ -19,7 +19,7 @@ With a second copy (`SecondCopy`) a step reads the weights and the states that r
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -97,11 +97,11 @@ class TilePass:
         self._planned: dict[Tile, list[NativeStep] | None] = {}  # of tiles in memory
         self._has_crossed = False  # whether data was copied to an accelerator since the last `finish`
 
-    def compute(self, tile: Tile, slot: Slot | None) -> torch.Event | None:
+    def compute(self, tile: Tile, slot: Slot | None) -> Callable[[], object] | None:
         """Does the work on a tile, in its buffer or where it rests. Blocks, but not for an accelerator.
 
-        Returns the end of an accelerator's work on the buffer, which the caller waits for before it uses the buffer; None: the
-        buffer is ready, or there is none.
+        Returns what waits for the end of an accelerator's work on the buffer, before the buffer is used; None: the buffer is
+        ready, or there is none.
         """
         start_ns = time.monotonic_ns()
         try:
@@ -118,7 +118,7 @@ class TilePass:
             self._copies.clear()
         if self.is_step:
             self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
-        return ended if slot is not None else None
+        return ended.synchronize if slot is not None and ended is not None else None
 
     def finish(self) -> None:
         """Ends the pass. Blocks until tiles that were sent have come back, and gradients of a caller have been read.
