@@ -213,8 +213,7 @@ class Program(Generic[T]):
         """
         if self._running is not None or not self._planning.ended():
             return False
-        plan = functools.partial(self._attempt, tiles, work, total, lane)
-        self._planning.begin(work.unit(tiles[0]), plan)
+        self._planning.begin(work.unit(tiles[0]), functools.partial(self._attempt, tiles, work, total, lane))
         return True
 
     def end_attempts(self) -> bool:
@@ -438,8 +437,7 @@ class Program(Generic[T]):
         index, buffer = found
         has_failed, left = True, None
         try:
-            rest = self._begin_work(running, index, buffer)
-            if rest is not None:
+            if (rest := self._begin_work(running, index, buffer)) is not None:
                 self._left.append(left := self._help().submit(self._end_work, running, index, rest))
             has_failed = False
         except Exception as error:
