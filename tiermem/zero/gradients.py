@@ -431,10 +431,8 @@ class GradientHomes:
         mine = self._on_wire([*left, *own], torch.float64)
         rows = mine.new_empty(topology.world, mine.numel())
         exchange = start(topology, "adding up norms", dist.all_gather_into_tensor, rows.view(-1), mine)
-        try:
-            meanwhile()
-        finally:
-            exchange.wait()
+        meanwhile()
+        exchange.wait()
         sums: list[float] = functools.reduce(torch.add, rows).tolist()
         if any(sums[: len(left)]):
             self._receive([number > 0 for number in sums[: len(left)]])
