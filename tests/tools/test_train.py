@@ -50,10 +50,10 @@ def train(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[st
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(io.StringIO()) as said,
         contextlib.redirect_stderr(io.StringIO()) as errors,
-        pytest.raises(SystemExit) as ended,
     ):
         patch.chdir(folder)
-        main(words)
+        with pytest.raises(SystemExit) as ended:
+            main(words)
     status = int(ended.value.code or 0)
     done = subprocess.CompletedProcess(words, status, said.getvalue(), errors.getvalue())
     return done, json.loads(out.read_text()) if out.exists() else {}
