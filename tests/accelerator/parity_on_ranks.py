@@ -142,7 +142,16 @@ def main() -> None:
                 sim.set_schedule(schedule)
                 with applied(ON_RANKS[mutant]) if mutant != "none" else contextlib.nullcontext():
                     found[f"{name}; {schedule}"] = apart(train(own, policy, rank, by_init), expected)
+                if mutant != "none" and is_seen(found):
+                    break
         torch.save(found, out)
+
+
+def is_seen(found: dict[str, float]) -> bool:
+    """Whether any rank has found a difference. Collective."""
+    seen = [False] * dist.get_world_size()
+    dist.all_gather_object(seen, any(each != 0.0 for each in found.values()))
+    return any(seen)
 
 
 def cases_of(backend: str, mutant: str, world: int) -> list[str]:

@@ -110,7 +110,7 @@ def dies_amid_a_message(who: int, tier: Tier) -> Body:
     def body(rank: int, nvme: Path) -> None:
         if rank == who:
             gather.send_to_all = send_a_part  # type: ignore[assignment]
-        model = nn.Embedding(1 << 18, 31)
+        model = nn.Embedding.from_pretrained(torch.zeros(1 << 18, 31), freeze=False)
         with tiermem.shard(model, policy_of(tier, nvme, 600.0)):
             model(torch.zeros(2, dtype=torch.int64))
 
