@@ -302,7 +302,7 @@ class OffloadPolicy:
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Yields the fields that do not go with the others, each with a sentence."""
-        for name, (stage, reason) in marks_of(self, FromStage).items():
+        for name, (stage, reason) in marks_of(type(self), FromStage).items():  # type: ignore[arg-type]
             value = getattr(self, name)
             if self.stage < stage and value != getattr(type(self), name):
                 shown = value.value if isinstance(value, Tier) else value

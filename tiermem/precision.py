@@ -66,21 +66,29 @@ def check_fields(value: object, context: str = "") -> None:
 
     A field whose annotation has None as well may hold None. The message begins with `context`.
     """
-    ranges = marks_of(value, Range)
-    for name, parts in _parts_of(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
+    for name, (allowed, words) in _allowed(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
         given = getattr(value, name)
+        if given not in words and not (allowed and allowed.holds(given)):
+            said = allowed.said if allowed else f"allowed are {', '.join(map(repr, words))}"
+            raise ValueError(f"{context}{name} is {given!r}; {said}")
+
+
+@functools.cache
+def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
+    """For each field that has a Range or words: both. None is a word where the annotation has it."""
+    allowed, ranges = {}, marks_of(cls, Range)
+    for name, parts in _parts_of(cls).items():
         plain = [getattr(part, "__origin__", part) if hasattr(part, "__metadata__") else part for part in parts]
         words = [word for part in plain if typing.get_origin(part) is Literal for word in typing.get_args(part)]
-        words = [None, *words] if type(None) in parts else words
-        if name in ranges and given not in words and not ranges[name].holds(given):
-            raise ValueError(f"{context}{name} is {given!r}; {ranges[name].said}")
-        if name not in ranges and any(words) and given not in words:
-            raise ValueError(f"{context}{name} is {given!r}; allowed are {', '.join(map(repr, words))}")
+        if name in ranges or words:
+            allowed[name] = ranges.get(name), [None, *words] if type(None) in parts else words
+    return allowed
 
 
-def marks_of(value: object, kind: type[Mark]) -> dict[str, Mark]:
+@functools.cache
+def marks_of(cls: type, kind: type[Mark]) -> dict[str, Mark]:
     """The annotations of one kind that fields of a dataclass have, by field; those of `X` in `X | None` too."""
-    parts_of = _parts_of(type(value)).items()  # type: ignore[arg-type]  # classes are hashable
+    parts_of = _parts_of(cls).items()
     marks = ((name, mark) for name, parts in parts_of for part in parts for mark in getattr(part, "__metadata__", ()))
     return {name: mark for name, mark in marks if isinstance(mark, kind)}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 from torch import nn
@@ -161,8 +161,8 @@ def train_and_die(moment: str, folder: str) -> None:
 def test_a_kill_around_unfreezing_leaves_the_last_durable_step(moment: str, tmp_path: Path) -> None:
     losses, weights = expected()
     code = f"import sys; sys.path[:0] = {sys.path}; import test_unfrozen; test_unfrozen.train_and_die(*sys.argv[1:])"
-    killed = subprocess.run([sys.executable, "-c", code, moment, str(tmp_path)], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = fork_server.run(["-c", code, moment, str(tmp_path)], 120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     model = head_only(seed=1)
     model.layers[:2].requires_grad_(True)
     with sharded(model, "nvme", tmp_path) as shards:

@@ -22,7 +22,7 @@ from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero import Init, agreement, failures
+from tiermem.zero import Init, agreement, failures, gather
 from tiermem.zero.failures import Watch
 
 NUM_STEPS = 6
@@ -100,6 +100,24 @@ def dies_seeing(lane: str, who: int, tier: Tier) -> Body:
             die()
 
         threading.Thread(target=look, daemon=True).start()
+
+    return body
+
+
+def dies_amid_a_message(who: int, tier: Tier) -> Body:
+    """A rank is killed when it has sent a part of a piece that is larger than what the sockets hold."""
+
+    def body(rank: int, nvme: Path) -> None:
+        if rank == who:
+            gather.send_to_all = send_a_part  # type: ignore[assignment]
+        model = nn.Embedding.from_pretrained(torch.zeros(1 << 18, 31), freeze=False)
+        with tiermem.shard(model, policy_of(tier, nvme, 600.0)):
+            model(torch.zeros(2, dtype=torch.int64))
+
+    def send_a_part(group: dist.ProcessGroup, me: int, pieces: list[torch.Tensor], tag: int) -> None:
+        time.sleep(1.0)  # the other rank waits by then
+        group.send([pieces[me]], 1 - me, tag)
+        die()
 
     return body
 
@@ -237,6 +255,8 @@ def worlds() -> dict[str, World]:
         "1 of 2 dies seeing gather, nvme": World(dies_seeing("gather", 1, nvme)),
         "0 of 2 dies seeing reduce, memory": World(dies_seeing("reduce", 0, memory)),
         "1 of 2 dies seeing compute, nvme": World(dies_seeing("compute", 1, nvme)),
+        "1 of 2 dies amid a message, memory": World(dies_amid_a_message(1, memory)),
+        "0 of 2 dies amid a message, memory": World(dies_amid_a_message(0, memory)),
         "1 of 2 dies building, nvme": World(dies_building(1, nvme)),
         "0 of 2 dies building, memory": World(dies_building(0, memory)),
         "1 of 2 dies before, memory": World(dies_before(1, memory)),

@@ -24,6 +24,8 @@ DEATHS = [
     "1 of 2 dies seeing gather, nvme",
     "0 of 2 dies seeing reduce, memory",
     "1 of 2 dies seeing compute, nvme",
+    "1 of 2 dies amid a message, memory",
+    "0 of 2 dies amid a message, memory",
     "1 of 2 dies building, nvme",
     "0 of 2 dies building, memory",
     "1 of 2 dies before, memory",

@@ -164,7 +164,9 @@ def test_two_hosts_give_the_bits_of_one(launched: list[dict[str, Any]], tmp_path
             assert two[case] == one[case]
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_the_twin(tmp_path: Path) -> None:
+    """Slow: one host that is told to be two nodes takes the same way, above; torchrun's agents take most of the time."""
     for found in on_two_hosts(tmp_path, ["mics 1 nvme", "all ranks nvme"], ranks_per_host=1):
         for case in ("mics 1 nvme", "all ranks nvme"):
             assert found[case]["ranks_on_node"] == 1

@@ -7,10 +7,7 @@ import itertools
 import json
 import logging
 import os
-import resource
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -205,17 +202,14 @@ def test_used_up_quota_sends_extents_to_the_other_path_and_is_named_where_there_
 
 def test_file_size_limit_of_the_process_is_an_error_not_a_signal(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from tiermem.swap.files import Files\n"
+        "import resource, sys, pathlib; from tiermem.swap.files import Files\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({2 * MIB}, {2 * MIB}))\n"
         f"files = Files([pathlib.Path({str(tmp_path)!r})])\n"
         "try: files.allocate(8 << 20)\n"
         "except OSError as error: print(error.errno)\n"
         "files.allocate(1 << 20); files.close(keep=False)"
     )
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIB, 2 * MIB))
-
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, preexec_fn=limit)
+    done = fork_server.run(["-c", script], 60)
     assert (done.stdout, done.stderr) == (f"{errno.EFBIG}\n", "")
     assert list(tmp_path.iterdir()) == []
 

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("_tiermem_native")
 pytest.importorskip("matplotlib")
 
+from tiermem.tools.cli import main
 from tiermem.tools.options import IoBenchOptions
 from tiermem.tools.words import parse_bytes, parse_list
 
@@ -179,12 +180,21 @@ def test_its_own_files_are_overwritten_and_others_not(run: Run) -> None:
         (["--peer-python", "no-python"], "no-python: --peer-python: no such program"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_made(tmp_path: Path, arguments: list[str], reason: str) -> None:
-    done = bench_io(tmp_path, "--path", ".", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("tiermem bench io: ")
-    assert reason in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_a_mistake_is_one_line_and_nothing_is_made(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "io", "--path", ".", *arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("tiermem bench io: ")
+    assert reason in said
+    assert len(said.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import platform
@@ -18,6 +20,7 @@ import pytest
 pytest.importorskip("_tiermem_native")
 pytest.importorskip("transformers")
 
+from tiermem.tools.cli import main
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.presets import preset
 
@@ -41,10 +44,18 @@ def command(*arguments: str) -> list[str]:
 
 
 def train(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    done = subprocess.run(
-        command("--json", "out.json", *arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=300
-    )
-    out = folder / "out.json"
+    """The command is called here, without the seconds that a process of its own takes; the trainer is a process."""
+    words, out = command("--json", "out.json", *arguments)[3:], folder / "out.json"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
+        patch.chdir(folder)
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+    status = int(ended.value.code or 0)
+    done = subprocess.CompletedProcess(words, status, said.getvalue(), errors.getvalue())
     return done, json.loads(out.read_text()) if out.exists() else {}
 
 

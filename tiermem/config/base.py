@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import math
 import re
 import typing
@@ -224,6 +225,7 @@ def canonical_key(model: type[pydantic.BaseModel], name: str) -> str:
     return spellings(model, name)[0]
 
 
+@functools.cache
 def spellings(model: type[pydantic.BaseModel], name: str) -> tuple[str, ...]:
     """The keys that set a field, the documented one first."""
     alias = model.model_fields[name].validation_alias

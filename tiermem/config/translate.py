@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,6 +90,7 @@ def named_by_keys(config: ConfigModel, found: Iterable[tuple[str, str]]) -> Iter
         yield keys[field], re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: keys.get(name[0], name[0]), sentence)
 
 
+@functools.cache
 def _set_by(model: type[ConfigModel], name: str) -> Sets | None:
     """The field of the policy that a key sets; those of "tiermem" have the names of their fields."""
     if model is OwnConfig and name in _POLICY_FIELDS and name not in (*_TIERS, "paths"):

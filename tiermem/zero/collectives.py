@@ -22,9 +22,16 @@ from tiermem.zero.topology import Topology
 # gloo's all-gather copies through a buffer. gloo also matches collectives by counting them: ranks that have gone
 # different ways would match calls of different sizes, which ends the process. A message carries a tag for its purpose
 # instead, so such ranks wait, and failures.py finds where they differ. Other backends run the collective.
+#
+# When a connection closes, gloo ends the waits for messages that have not begun to arrive. The wait for a message of which a
+# part has arrived goes on until its time-out. So a mark of one byte follows the messages of an exchange between two ranks, and
+# is waited for first: when it has come, so have they. A message that is sent in part has no such mark: its wait ends with the
+# exchange's first failure, else with the time-out.
 
 GATHER_TAG = 1 << 20  # tags of the user's own messages begin at 0
 REDUCE_TAG = 1 << 29
+_MARK_TAG = (1 << 30) - 1
+_MARK = torch.zeros(1, dtype=torch.uint8)  # its value means nothing
 
 
 def sends_directly(group: dist.ProcessGroup | None, device: torch.device) -> bool:
@@ -37,6 +44,13 @@ def send_to_all(group: dist.ProcessGroup, me: int, pieces: Sequence[torch.Tensor
     others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != me]
     receives = [group.recv([piece], rank, tag) for rank, piece in others]
     return receives + [group.send([pieces[me]], rank, tag) for rank, _ in others]
+
+
+def marked(group: dist.ProcessGroup, messages: list[Any]) -> list[Any]:
+    """The handles of an exchange's messages, all started, between the marks that follow them on every connection."""
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    marks = [group.recv([_MARK], rank, _MARK_TAG) for rank in others]
+    return marks + messages + [group.send([_MARK], rank, _MARK_TAG) for rank in others]
 
 
 def swap_rows(
@@ -56,7 +70,7 @@ def swap_rows(
     tag = REDUCE_TAG + number
     with explaining(topology, what):
         works = [group.recv([theirs[rank]], rank, tag) for rank in others]
-        works += [group.send([mine[rank]], rank, tag) for rank in others]
+        works = marked(group, works + [group.send([mine[rank]], rank, tag) for rank in others])
     theirs[me].copy_(mine[me])
     topology.traffic.add("all_to_all_single", what, sent.nbytes, among)
     return Pending(topology, what, [works], [received, sent])
@@ -126,18 +140,20 @@ class Pending:
     def _wait_for(self, works: Sequence[Any]) -> None:
         """Waits for all of a round, then raises the first failure: until then transfers use the owned tensors.
 
-        The first failure also ends the others: the ranks that they wait for may wait for this rank, which sends no more.
+        The first failure also ends the others: the ranks that they wait for may wait for this rank, which sends no more. The
+        connections are closed then, so nothing moves any more, and a message that has moved in part is waited for no longer.
         """
-        failure = None
+        failure, limit = None, timedelta(seconds=self._topology.timeout_s)
         for work in works:
             try:
                 if self._is_bounded:
-                    work.wait(timedelta(seconds=self._topology.timeout_s))
+                    work.wait(limit)
                 else:
                     work.wait()  # orders the stream; the backend's own watchdog applies the time-out
             except RuntimeError as error:
                 if failure is None and self._topology.watch is not None:
                     self._topology.watch.end_waits()
+                    limit = timedelta(milliseconds=1)
                 failure = failure or error
         try:
             if failure is not None:

@@ -18,6 +18,7 @@ from tiermem.zero.collectives import (
     Then,
     call,
     explaining,
+    marked,
     newest,
     send_to_all,
     sends_directly,
@@ -142,7 +143,7 @@ class UnitGather(Gather):
                 num_bytes += sum(piece.nbytes for piece in pieces)
                 tag = (row + 1) * GATHER_TAG + self._parts[index].shard.index
                 calls.append(partial(send_to_all, group, each.me, pieces, tag))
-        return _Exchange(each.among, num_bytes, calls)
+        return _Exchange(each.among, num_bytes, calls, marked_in=group)
 
     def _all_gathers(self, indices: list[int], each: _Round) -> _Exchange:
         """The same round as all-gathers, in one backend call where torch can group them; in place where a row is contiguous."""
@@ -168,11 +169,13 @@ class _Exchange(NamedTuple):
     num_bytes: int
     calls: list[_Call]
     grouping: Callable[[], contextlib.AbstractContextManager[Any]] | None = None  # makes the calls one backend call
+    marked_in: dist.ProcessGroup | None = None  # the group of messages, which marks follow
 
     def start(self) -> list[Any]:
         """Starts the calls and returns the handles to wait for."""
         if self.grouping is None:
-            return [work for call in self.calls for work in call()]
+            works = [work for call in self.calls for work in call()]
+            return works if self.marked_in is None else marked(self.marked_in, works)
         with self.grouping() as grouped:
             for call in self.calls:
                 call()
@@ -284,6 +287,7 @@ def _send_rows(topology: Topology, each: _Round, rows: torch.Tensor, what: str) 
             pieces = [rows[place] for place in places]
             topology.traffic.add("all_gather", what, sum(piece.nbytes for piece in pieces), each.among)
             works += send_to_all(group, each.me, pieces, (number + 2) * GATHER_TAG - 1)  # a tag of no unit
+        works = marked(group, works)
     Pending(topology, what, [works], [rows]).wait()
 
 

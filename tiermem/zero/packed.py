@@ -31,6 +31,7 @@ from tiermem.zero.collectives import (
     Pending,
     Then,
     explaining,
+    marked,
     send_to_all,
     sends_directly,
     start,
@@ -110,7 +111,8 @@ class PackedGather(Gather):
         pieces = list(wire.rows)
         pieces[topology.shard_rank].copy_(wire.mine)
         with explaining(topology, what):
-            works = send_to_all(group, topology.shard_rank, pieces, GATHER_TAG + self._unit.shards[0].index)
+            tag = GATHER_TAG + self._unit.shards[0].index
+            works = marked(group, send_to_all(group, topology.shard_rank, pieces, tag))
         topology.traffic.add("all_gather_into_tensor", what, wire.rows.nbytes, "shard")
         return Pending(topology, what, [works], [wire.rows])
 
