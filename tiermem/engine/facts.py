@@ -372,7 +372,7 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit] 
     shards.homes.store.join()
     for slots in {live.memory.slab for live in shards.units if takes_params and live.memory.slab is not None}:
         slots.check_free()
-    memory.leave(kinds, [LAYOUTS] if takes_params else ())
+    memory.leave(kinds, [LAYOUTS, "wires", "sums"] if takes_params else ())
     for live in present:
         live.drop()
     give_back_cached(shards.device)

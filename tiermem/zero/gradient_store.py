@@ -343,6 +343,12 @@ class GradientStore:
         else:
             self._link.send(parts, lambda hosted: self._add(unit, dtype, hosted, is_known))
 
+    def end_of_reads(self) -> torch.Event | None:
+        """The event after which an accelerator has read all parts that were given to `add`; None: they have been read."""
+        if self._link is not None:
+            return self._link.end_of_reads()
+        return None if self._stream is None else record(self._stream)
+
     def end(self, unit: Unit) -> None:
         """Sends the gradients that were added to a unit to their tier. Raises OSError, also of an earlier call.
 
