@@ -174,6 +174,10 @@ class DevicePool(Pool):
         self._memory = memory
         self._set([memory.take(kind, slot_bytes) for _ in range(count)], slot_bytes)
 
+    def take(self) -> Slot | None:
+        """The slot that has been free for longest, in which other streams have ended soonest; None when all are lent."""
+        return self._free.pop(0) if self._free else None
+
 
 def _kind_of(name: str) -> str:
     return name.partition("/")[0]
