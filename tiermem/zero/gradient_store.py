@@ -438,9 +438,8 @@ class GradientStore:
     ) -> None:
         """Shows a function this rank's share of a parameter's stored gradient: flat, without padding, with the user's factor.
 
-        changes: whether the function changes it, which is then stored. Blocks; raises OSError.
+        changes: whether the function changes it, which is then stored. Call it after `join`. Blocks; raises OSError.
         """
-        self.join()
         opened = self.open(unit, dtype, adds=True)
         start = shard.shard_offset
         share = opened.flat[start : start + own_numel(shard, self._shard_rank)]
