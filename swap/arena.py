@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -252,6 +252,13 @@ class Arena:
                 self._given_up.add(start, stop - start)
 
 
+class Memory(Protocol):
+    """What slots are carved from."""
+
+    def give_back(self, slot: Slot) -> None:
+        """Frees a slot."""
+
+
 class Pool:
     """Equal slots carved at once from an arena.
 
@@ -264,18 +271,20 @@ class Pool:
     """
 
     def __init__(self, arena: Arena, slot_bytes: int, count: int, what: str, crosses_link: bool = False) -> None:
-        self._arena = arena
-        self._slots: list[Slot] = []
-        self.slot_bytes = slot_bytes
-        self.count = count
+        self._memory: Memory = arena
+        slots: list[Slot] = []
         try:
             for i in range(count):
-                self._slots.append(arena.take(slot_bytes, f"buffer {i + 1} of {count} for {what}", crosses_link))
+                slots.append(arena.take(slot_bytes, f"buffer {i + 1} of {count} for {what}", crosses_link))
         except BaseException:
-            for slot in self._slots:
+            for slot in slots:
                 arena.give_back(slot)
             raise
-        self._free = list(reversed(self._slots))
+        self._set(slots, slot_bytes)
+
+    def _set(self, slots: list[Slot], slot_bytes: int) -> None:
+        self._slots, self.slot_bytes, self.count = slots, slot_bytes, len(slots)
+        self._free = list(reversed(slots))
 
     def take(self) -> Slot | None:
         """Returns a free slot, or None when all are lent."""
@@ -292,8 +301,8 @@ class Pool:
         if len(self._free) != self.count:
             raise RuntimeError(f"{self.count - len(self._free)} of {self.count} slots are still in use")
         for slot in self._slots:
-            self._arena.give_back(slot)
-        self._slots, self._free, self.count = [], [], 0
+            self._memory.give_back(slot)
+        self._set([], self.slot_bytes)
 
 
 def _size_of(num_bytes: int) -> int:

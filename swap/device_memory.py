@@ -8,6 +8,8 @@ freed, for another program. When it comes back, its tensors are views of the sam
     a slab without slots goes back to torch
 
     a kind:  THERE --leave--> AWAY --come_back--> THERE
+
+A `DevicePool` lends equal slots of a kind that it has taken at once.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Collection
 import torch
 
 from tiermem.swap.accelerator import current_stream, is_accelerator, record
-from tiermem.swap.arena import Arena, Slot
+from tiermem.swap.arena import Arena, Pool, Slot
 from tiermem.swap.ranges import FreeRanges, round_up
 from tiermem.swap.tier import ALIGNMENT
 
@@ -158,6 +160,23 @@ class DeviceMemory:
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()
+
+
+class DevicePool(Pool):
+    """Equal buffers of the device's memory, carved from one slab of a kind until the pool is closed.
+
+    Streams wait as for `DeviceMemory.take`, and for those that used a buffer before. Raises torch's OutOfMemoryError.
+    """
+
+    def __init__(self, memory: DeviceMemory, slot_bytes: int, count: int, kind: str) -> None:
+        for _ in range(count):
+            memory.reserve(kind, slot_bytes)
+        self._memory = memory
+        self._set([memory.take(kind, slot_bytes) for _ in range(count)], slot_bytes)
+
+    def take(self) -> Slot | None:
+        """The slot that has been free for longest, in which other streams have ended soonest; None when all are lent."""
+        return self._free.pop(0) if self._free else None
 
 
 def _kind_of(name: str) -> str:

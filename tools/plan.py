@@ -38,6 +38,7 @@ from tiermem.tools.train_job import (
     with_key,
 )
 from tiermem.tools.words import Mistake, format_bytes
+from tiermem.zero.budget import why_disk
 
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
 _DISK_THERE = Path("/mnt/nvme0")
@@ -117,7 +118,7 @@ def print_plan(
         console.print(f"  {source}")
     frozen_bytes = planned.plan.frozen_disk_bytes
     if frozen_bytes:
-        why = planned.plan.why_disk(planned.policy)
+        why = why_disk(planned.plan, planned.policy)
         console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}")
     if planned.choice is not None:
         console.print(f"  {planned.choice}")

@@ -29,6 +29,7 @@ from tiermem.zero.gradient_norms import BlockSums
 from tiermem.zero.gradient_store import GradientStore
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
+from tiermem.zero.packed import PackedGather
 from tiermem.zero.reduce import Reducer
 from tiermem.zero.step_run import StepRun
 from tiermem.zero.unit_memory import Passage, StagedRead, Stages, UnitMemory, UnitSlots
@@ -54,6 +55,16 @@ MUTANTS = {
     ),
     "memory is freed while compute uses it": Mutant(
         UnitMemory, "free", "self._owner.wait_event(self._ends[number])", "pass", "plain", "host"
+    ),
+    "memory is freed while a stream uses it that has said no end": Mutant(
+        UnitMemory, "free", "self._owner.wait_stream(stream)", "pass", "held_until_backward_ends", "host, gradients on device"
+    ),
+    "the end of an earlier use is taken for that of this one": Mutant(
+        UnitMemory, "use", "self._ends.pop(stream.stream_id, None)", "pass", "held_until_backward_ends",
+        "host, gradients on device",
+    ),
+    "memory is freed while a stream fills it": Mutant(
+        UnitMemory, "begin_filling", "self._users[stream.stream_id] = stream", "pass", "held_and_let_go", "host"
     ),
     "a slot is filled before its last users have ended": Mutant(
         UnitMemory, "allocate", "self._allocated = record(self._owner)",
@@ -179,6 +190,13 @@ MUTANTS = {
     "what backward has stepped takes the place of weights alone": Mutant(
         StateTiles, "_accept", "self._store.exchange(entry, slot)", "slot", "plain", "host, stepped early"
     ),
+    "a second copy is written while the device reads it as a home": Mutant(
+        LiveUnit, "exchange", "self.await_home()", "pass", "evaluated_aside", "host, stepped early"
+    ),
+    "a buffer of gradients is filled again while a step in backward reads it": Mutant(
+        TilePass, "finish", "if self._stream is not None or self._grads is not None:", "if self._stream is not None:",
+        "branches_stepped_in_backward", "host, states on device",
+    ),
     "what backward has stepped is forgotten": Mutant(
         StateTiles, "_accept", "live.exchange(second.weights)", "pass", "plain", "host, stepped early"
     ),
@@ -293,10 +311,23 @@ ON_RANKS = {
     "gradients are let go while they are packed": Mutant(
         Reducer, "start", "grad.record_stream(self._stream)", "pass", "", ""
     ),
+    "sums are overwritten while they are read": Mutant(
+        Reducer, "_take", "self._stream.wait_event(read)", "pass", "", "stage 3"
+    ),
+    "the end of additions of sums is not noted": Mutant(
+        GradientStore, "end_of_reads", "record(self._stream)", "None", "", "stage 3"
+    ),
+    "the end of copies of sums is recorded on another stream": Mutant(
+        GradientLink, "end_of_reads", "record(self._stream)", "record(current_stream(self._device))", "", "stage 3, host, cut"
+    ),
+    "blocks are unpacked before they have come": Mutant(
+        PackedGather, "start", "pending = self._exchange(what, wire)",
+        "self._exchange(what, wire); pending = Pending(self._topology, what, [], [])", "", "qwZ",
+    ),
     "a gather reads weights before the step has written them": Mutant(
         Passage, "await_written", "self.copies.wait_event(self._written)", "pass", "", "stage 3, all streamed"
     ),
-}
+}  # fmt: skip
 """Those of several ranks (parity_on_ranks.py)."""
 
 

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, host, activations on nvme": {**_HOST, "activations": Tier.NVME},
     "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
     "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce"},
+    "stage 3, host, cut": {**_HOST, "reduce_bucket_numel": 1000},
     "stage 2, tiny": {"stage": 2, "precision": _TINY},
     "stage 3, host, stepped early": {**_HOST, "grads": Tier.DEVICE, "overlap": "backward", "precision": _TINY},
     "stage 3, half of the states": {**_HOST, "precision": Precision.preset("compact"), "optim_ratio": 0.5},

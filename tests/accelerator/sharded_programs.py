@@ -58,6 +58,16 @@ class Place:
             yield
         before.wait_stream(stream)
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[Callable[[], None]]:
+        """Work on a stream that waits for nothing; the function that it gives makes the current stream wait for that work."""
+        if self.device == "cpu":
+            yield lambda: None
+            return
+        stream = torch.Stream(self.device)
+        with stream:
+            yield lambda: torch.accelerator.current_stream().wait_stream(stream)
+
     def settle(self) -> None:
         """Waits for the device: what any stream still does to memory that others use by now has happened then."""
         if self.device != "cpu":
@@ -329,6 +339,86 @@ def kept_present(place: Place) -> Found:
             place.settle()
             losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
         return found(shards, model, None, losses)
+
+
+def held_and_let_go(place: Place) -> Found:
+    """All units are held present on a stream of the user's, and let go. Then others are, before that stream is waited for."""
+    model, losses = seeded(Tower), []
+    tokens, targets = (each.to(place.device) for each in batch(0))
+    with tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards, torch.no_grad():
+        for seed in range(2):
+            with place.apart() as join, tiermem.zero.unwrap_model_for_generation(model):
+                pass
+            model.load_state_dict(seeded(Tower, 1 + seed).state_dict())
+            with tiermem.zero.unwrap_model_for_generation(model):
+                join()
+                losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+        return found(shards, model, None, losses)
+
+
+def held_until_backward_ends(place: Place) -> Found:
+    """The first block runs twice. Its first input needs no gradient, so the block is let go at the end of backward, on another
+    stream than that which computes with it. Then an evaluation, on a third stream, needs its memory."""
+    batches = [[each.to(place.device) for each in batch(step)] for step in range(6)]
+    model, losses = seeded(Tower), []
+    model.embed.requires_grad_(False)
+    model.layers.insert(0, model.layers[0])
+    place.settle()
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+
+        def loss_of(number: int) -> torch.Tensor:
+            return F.cross_entropy(model(batches[number][0]).flatten(0, 1), batches[number][1].flatten())
+
+        for step in range(0, 6, 2):
+            with place.aside():
+                losses.append(loss_of(step))
+            losses[-1].backward()
+            with place.apart(), torch.no_grad():
+                losses.append(torch.tensor(loss_of(step + 1).item()))
+            optim.step()
+            optim.zero_grad()
+        return found(shards, model, optim, [loss.detach() for loss in losses])
+
+
+def evaluated_aside(place: Place) -> Found:
+    """What an evaluation on a stream of the user's reads is pending while a step counts, and a parameter rests at the next."""
+    batches = [[each.to(place.device) for each in batch(step)] for step in range(10)]
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            for each in range(2):
+                tokens, targets = batches[2 * step + each]
+                with place.apart() if each else contextlib.nullcontext(), torch.set_grad_enabled(not each):
+                    losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+                if not each:
+                    losses[-1].backward()
+            optim.step()
+            optim.zero_grad()
+            for layer in model.layers:
+                layer.up.weight.requires_grad_(step not in (2, 3))
+        place.settle()
+        return found(shards, model, optim, [loss.detach() for loss in losses])
+
+
+def branches_stepped_in_backward(place: Place) -> Found:
+    """Blocks beside each other, each on a stream of its own: no gradient waits for the step of another block."""
+    model, losses = seeded(Tower), []
+    with place.shard(model, step_in_backward=True, grads=None) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            x, parts = model.embed(batch(step)[0].to(place.device)), []
+            for layer in model.layers:
+                with place.aside():
+                    parts.append(layer(x * 1.0).square().mean())
+            loss = torch.stack(parts).sum()
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+            place.settle()  # before memory of these streams is freed
+        return found(shards, model, optim, losses)
 
 
 def left_and_closed(place: Place) -> Found:
@@ -642,5 +732,6 @@ PROGRAMS: dict[str, Program] = {
         activations_on_host, activations_on_nvme, activations_of_reentrant_blocks,
         frozen_in_nf4, unfrozen, one_matrix_of_muon,
         seen_from_outside, slept,
+        held_and_let_go, held_until_backward_ends, evaluated_aside, branches_stepped_in_backward,
     )
 }  # fmt: skip

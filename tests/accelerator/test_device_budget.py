@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from launch import launch
 from torch import nn
 from twins import Tower, seeded
 
 import tiermem
+from accelerator.fixture import WHY_SKIPPED
+from accelerator.reserved import check_reserved, large
 from accelerator.sharded_programs import Found, Place, plain
 from accelerator.test_parity import differences, on_cpu
 from tiermem import OffloadPolicy, Tier
 from tiermem.zero.plan import Plan
 
+HERE = Path(__file__).parent
 POLICIES: dict[str, dict[str, Any]] = {
     "host": {"params": Tier.HOST, "optim": Tier.HOST},
     "nvme": {"params": Tier.NVME, "optim": Tier.NVME},
@@ -27,72 +31,48 @@ POLICIES: dict[str, dict[str, Any]] = {
     "host, half of the states": {"params": Tier.HOST, "optim": Tier.HOST, "optim_ratio": 0.5},
     "host, most sent": {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 0.8},
     "nvme, widened": {"params": Tier.NVME, "optim": Tier.NVME, "compute_dtype": "fp32"},
+    "nvme, in blocks": {"params": Tier.NVME, "optim": Tier.NVME, "quantised_gather": True},
 }
 
 
-NUM_SLABS = {
-    "host": 1,  # full layouts of all units
-    "nvme": 1,
-    "device": 3,  # weights, gradients, states
-    "states on host": 1,
-    "host, gradients on device": 2,
-    "host, states on device": 4,  # layouts of units that are streamed, weights that stay, gradients, states
-    "host, half of the states": 2,
-    "host, most sent": 2,  # layouts, buffers of tiles
-    "nvme, widened": 1,
+SLABS = {
+    "host": ["layout"],  # full layouts of all units
+    "nvme": ["layout"],
+    "device": ["grad", "param", "state"],
+    "states on host": ["layout"],
+    "host, gradients on device": ["grad", "layout"],
+    "host, states on device": [
+        "grad",
+        "layout",
+        "param",
+        "state",
+    ],  # layouts of units that are streamed, weights that stay
+    "host, half of the states": ["layout", "state"],
+    "host, most sent": ["layout", "stream"],  # buffers of tiles
+    "nvme, widened": ["layout"],
+    "nvme, in blocks": ["layout", "wires"],
 }
-MIB = 1 << 20
 
 
 def wide() -> nn.Module:
     return seeded(lambda: Tower(width=256, inner=1024, num_blocks=6))
 
 
-def large() -> nn.Module:
-    """Its matrices are beyond the sizes that share a segment of CUDA's allocator."""
-    return seeded(lambda: Tower(width=1024, inner=3072, num_blocks=3))
-
-
 @pytest.mark.parametrize("is_rounded", [False, True], ids=["", "segments of CUDA"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_is_reserved_is_the_plan(name: str, is_rounded: bool, sim: ModuleType, tmp_path: Path) -> None:
-    """One slab for each kind, together the plan's bytes. CUDA rounds each of them once, to 2 MiB; no unit, gradient or tile.
-
-    Then within one unit's slot: what a forward of two tokens takes, and a step. The plan counts what a step takes beside at its
-    bound, and no activations, as gradients are before they are at home.
-    """
     sim.set_segments_like_cudas(is_rounded)
-    rounding = 2 * MIB if is_rounded else 0
     policy = OffloadPolicy(paths=[tmp_path], persistence_numel=1100, **POLICIES[name])
     model = large() if is_rounded else wide()
-    with tiermem.shard(model.bfloat16() if policy.compute_dtype == "fp32" else model, policy, device="sim") as shards:
-        optim, plan = tiermem.AdamW(model.parameters()), shards.plan
-        tiles = optim.tiles_of(shards).tiles
-        beside = sum(row.num_bytes for row in plan.rows if row.what == "step")
-        undivided = max(tile.state_bytes for tile in tiles) if plan.kept_bytes else 0  # a part is planned in bytes
-        slabs = [slab.memory.numel() for slab in shards.store.on_device._slabs]
-        assert len(slabs) == NUM_SLABS[name]
-        assert plan.device_bytes - beside - undivided <= sum(slabs) <= plan.device_bytes - beside
-        pools = torch.accelerator.memory_stats("sim")
-        large_slabs = [num_bytes for num_bytes in slabs if num_bytes > MIB]
-        assert pools["segment.large_pool.current"] == len(large_slabs)
-        assert 0 <= pools["reserved_bytes.large_pool.current"] - sum(large_slabs) <= len(large_slabs) * rounding
-        placeholders = 1024 * sum(1 for _ in model.parameters())  # of absent parameters, one element each
-        assert pools["reserved_bytes.small_pool.current"] <= sum(slabs) - sum(large_slabs) + (rounding or placeholders)
-        tokens, slot = (
-            torch.zeros(1, 2, dtype=torch.int64, device="sim"),
-            max(u.full_bytes for u in plan.division.units),
-        )
-        with torch.no_grad():
-            for _ in range(2):
-                model(tokens)
-        if plan.steps_there:
-            model(tokens).square().mean().backward()
-            sim.empty_cache()
-            optim.step()
-        sim.synchronize()
-        reserved = sim.memory_reserved("sim")
-        assert plan.device_bytes - beside - undivided <= reserved <= plan.device_bytes + slot, (reserved, plan.rows)
+    check_reserved(
+        model.bfloat16() if policy.compute_dtype == "fp32" else model, policy, "sim", SLABS[name], is_rounded
+    )
+
+
+@pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
+def test_what_two_ranks_reserve_is_the_plan(tmp_path: Path) -> None:
+    """With the buffers of what passes between ranks: gradients in every stage, blocks of weights."""
+    assert all(launch(HERE / "reserved.py", 2, tmp_path, "cpu:gloo,sim:simccl"))
 
 
 def shard_within(device_bytes: int | None, folder: Path) -> tuple[Plan, Found]:

@@ -18,6 +18,7 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.swap.errors import CorruptionError
 from tiermem.swap.store import TensorStore
 from tiermem.zero.gradient_store import GradientStore
+from tiermem.zero.unit_state import LiveUnit, UnitState
 
 
 def policy(folder: Path, **fields: Any) -> OffloadPolicy:
@@ -125,3 +126,29 @@ def test_closing_with_reads_and_copies_under_way_leaves_nothing(sim: ModuleType,
                 torch.zeros(1, 2, dtype=torch.int64, device="sim")
             )  # a pass that has begun: units are on their way
         assert helpers() == [] and sim.registered().num_ranges == 0
+
+
+def test_a_unit_is_dropped_only_when_the_thread_that_starts_its_copy_has_done_so(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the copy would fill memory that is another unit's, from a buffer of another read."""
+    begun, goes_on, copy = threading.Event(), threading.Event(), LiveUnit._copy
+
+    def slow(live: LiveUnit) -> torch.Event:
+        begun.set()
+        goes_on.wait()
+        return copy(live)
+
+    monkeypatch.setattr(LiveUnit, "_copy", slow)
+    with tiermem.shard(seeded(Tower), policy(tmp_path), device="sim") as shards:
+        shards.prefetcher.empty()
+        live = shards.units[0]
+        live.read(is_urgent=True)
+        begun.wait()
+        dropping = threading.Thread(target=live.drop)
+        dropping.start()
+        dropping.join(0.3)
+        was_waiting = dropping.is_alive()
+        goes_on.set()
+        dropping.join()
+        assert was_waiting and live.state is UnitState.HOME

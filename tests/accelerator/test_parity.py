@@ -47,13 +47,15 @@ HOMES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 OTHERS = [home for home in HOMES if home not in ("nvme", EARLY, UNDONE)]
-EVERY = [(name, home) for name in PROGRAMS for home in HOMES if name != "stepped_in_backward" or home[-5:] != "early"]
+EVERY = [(name, home) for name in PROGRAMS for home in HOMES if name[-11:] != "in_backward" or home[-5:] != "early"]
 FEW = {(name, "nvme") for name in PROGRAMS}
 FEW |= {(name, OTHERS[i % len(OTHERS)]) for i, name in enumerate(list(PROGRAMS)[::2])}
 FEW |= {("read_after_steps", "host, gradients on device"), ("saved_and_resumed", "nvme, gradients on device")}
 FEW |= {(name, "nvme, gradients on device") for name in ("unfrozen", "one_matrix_of_muon")}
 FEW |= {(name, EARLY) for name in ("plain", "clipped", "accumulated", "tied", "seen_from_outside", "in_fp16")}
 FEW |= {(name, UNDONE) for name in ("plain", "clipped", "accumulated", "unfrozen", "evaluated_between", "in_fp16")}
+FEW |= {("evaluated_aside", UNDONE), ("branches_stepped_in_backward", "host, states on device")}
+FEW |= {("held_until_backward_ends", "host, gradients on device"), ("held_and_let_go", "host")}
 
 
 def run(name: str, home: str, device: str, folder: Path) -> Found:

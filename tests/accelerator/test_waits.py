@@ -36,6 +36,12 @@ def test_no_wait_in_forward_and_backward_and_no_pageable_copy_in_a_step(
     assert found["step"] | NONE == found["step"], found
 
 
+def test_units_that_the_device_steps_in_backward_are_copied_from_pinned_memory(sim: ModuleType, tmp_path: Path) -> None:
+    sim.set_schedule("late")
+    found = count("sim", tmp_path, params=Tier.HOST, optim=Tier.DEVICE, step_in_backward=True)
+    assert found["backward"]["pageable"] == 0, found
+
+
 @pytest.mark.parametrize("overlap", ["auto", "backward"])
 @pytest.mark.parametrize(
     "homes",

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tiermem import OffloadPolicy
+from tiermem.swap.ranges import round_up
 from tiermem.zero.reduce import Bucket, cut, largest_buffer, put_in
+from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit, divide
 
 SIZES = st.lists(st.integers(0, 23), min_size=1, max_size=6)
@@ -68,8 +70,11 @@ def test_no_bucket_is_larger_than_the_limit_and_only_the_last_is_smaller(
     assert sum(bucket.column_numel for bucket in buckets) == sum(-(-size // num_shards) for size in sizes)
     assert all(bucket.column_numel == room for bucket in buckets[:-1])
     largest = max((bucket.num_bytes for bucket in buckets), default=0)
-    num_sides = 2 if num_shards > 1 else 1  # the columns that are sent, and the received ones
-    assert largest_buffer(unit, num_shards, limit) == num_sides * largest
+    sent, topology = round_up(largest, 64), Topology(None, 0, num_shards, num_shards, 0)
+    received = largest // num_shards, largest  # an accelerator's sum; the columns of all ranks on a CPU
+    for is_gpu, beside in zip((True, False), received, strict=True):
+        needed = largest_buffer(unit, topology, limit, is_gpu)
+        assert needed == (sent + beside if num_shards > 1 else largest)
 
 
 def test_a_missing_gradient_is_zeros() -> None:

@@ -14,7 +14,7 @@ from test_unfreezing import groups_from_the_start, head_only, policy_of, trained
 from twins import loss_of
 
 import tiermem
-from tiermem import checkpoint
+from tiermem import OffloadPolicy, checkpoint
 
 HOMES = ("host", "nvme", "device", "stage 2", "stage 1", "stage 0")
 NUM_STEPS = 6
@@ -71,6 +71,13 @@ def main() -> None:
                 loss_of(model, rank)
             except ValueError as error:
                 found["differing"] = str(error)
+        for stage in (0, 1, 3):
+            model = head_only().requires_grad_(False)
+            with tiermem.shard(model, OffloadPolicy(stage=stage), device="cpu"):
+                optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+                optim.step(max_norm=1.0)
+                norms = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item(), optim.grad_norm
+            found.setdefault("norms of nothing", []).extend(norms)
         torch.save(found, out)
 
 

@@ -369,10 +369,9 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit] 
     shards.steps.finish()
     shards.program.drop()  # what backward has stepped reads gradients there
     _check_host(shards, memory.num_bytes(kinds))
-    shards.homes.store.join()
     for slots in {live.memory.slab for live in shards.units if takes_params and live.memory.slab is not None}:
         slots.check_free()
-    memory.leave(kinds, [LAYOUTS] if takes_params else ())
+    memory.leave(kinds, [LAYOUTS, "wires", "sums"] if takes_params else ())
     for live in present:
         live.drop()
     give_back_cached(shards.device)

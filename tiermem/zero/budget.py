@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from tiermem.swap.accelerator import free_and_total, is_accelerator
 from tiermem.swap.arena import PAGE_BYTES
 from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import exchange
-from tiermem.zero.plan import CONTEXT, Choice, Plan, Planner, format_mib, spread
+from tiermem.zero.plan import CONTEXT, Choice, Plan, Planner, format_mib
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Division, Unit, reads_weights_again
 
@@ -120,8 +120,20 @@ def take_disk(
             "steps run under the next forward"
         )
     if plan.disk_bytes:
-        store.reserve_disk(_due(plan, store), plan.why_disk(policy))
+        store.reserve_disk(_due(plan, store), why_disk(plan, policy))
     return plan
+
+
+def why_disk(plan: Plan, policy: OffloadPolicy) -> str:
+    """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for checkpoints."""
+    if not plan.frozen_disk_bytes:
+        return ""
+    less = plan.disk_bytes - plan.frozen_disk_bytes
+    return (
+        f"What steps write rests in {policy.num_slots} slots (durability={policy.durability!r}, keep={policy.keep}), one "
+        f"to write and the rest for what is durable; with durability='none' {less} bytes are enough, and "
+        "a checkpoint is a copy"
+    )
 
 
 def _due(plan: Plan, store: TensorStore) -> int:
@@ -265,7 +277,7 @@ def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> se
         found: set[int] = set()
         for _, alike in itertools.groupby(sorted(units, key=order, reverse=True), key=order):
             group = sorted(alike, key=lambda unit: unit.index)
-            found.update(unit.index for unit in spread(group, min(1.0, (count - len(found)) / len(group))))
+            found.update(unit.index for unit in _spread(group, min(1.0, (count - len(found)) / len(group))))
             if len(found) >= count:
                 break
         return found
@@ -290,6 +302,11 @@ def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> di
     homes = {u.index: policy.params for u in streamed}
     if policy.params is Tier.NVME and policy.host_param_numel and streamed:
         share = policy.host_param_numel / num_shards / sum(u.shard_numel for u in streamed)
-        for unit in spread(streamed, min(1.0, share)):
+        for unit in _spread(streamed, min(1.0, share)):
             homes[unit.index] = Tier.HOST
     return homes
+
+
+def _spread(units: Sequence[Unit], share: float) -> list[Unit]:
+    """The given share (0 to 1) of units, taken at even distances."""
+    return [unit for i, unit in enumerate(units) if int((i + 1) * share) > int(i * share)]

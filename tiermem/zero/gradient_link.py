@@ -76,6 +76,10 @@ class GradientLink:
                 part.data.record_stream(self._stream)
             self._under_way.append(self._thread.submit(self._take, slot, copied, hosted, store))
 
+    def end_of_reads(self) -> torch.Event:
+        """The event after which the copies that were started until now have ended."""
+        return record(self._stream)
+
     def call(self, function: Callable[[], None]) -> concurrent.futures.Future[None]:
         """Calls a function on the helper thread, after all that was sent before has been stored."""
         self._under_way.append(self._thread.submit(self._run, function))

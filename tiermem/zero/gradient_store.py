@@ -343,6 +343,12 @@ class GradientStore:
         else:
             self._link.send(parts, lambda hosted: self._add(unit, dtype, hosted, is_known))
 
+    def end_of_reads(self) -> torch.Event | None:
+        """The event after which an accelerator has read all parts that were given to `add`; None: they have been read."""
+        if self._link is not None:
+            return self._link.end_of_reads()
+        return None if self._stream is None else record(self._stream)
+
     def end(self, unit: Unit) -> None:
         """Sends the gradients that were added to a unit to their tier. Raises OSError, also of an earlier call.
 
@@ -432,9 +438,8 @@ class GradientStore:
     ) -> None:
         """Shows a function this rank's share of a parameter's stored gradient: flat, without padding, with the user's factor.
 
-        changes: whether the function changes it, which is then stored. Blocks; raises OSError.
+        changes: whether the function changes it, which is then stored. Call it after `join`. Blocks; raises OSError.
         """
-        self.join()
         opened = self.open(unit, dtype, adds=True)
         start = shard.shard_offset
         share = opened.flat[start : start + own_numel(shard, self._shard_rank)]

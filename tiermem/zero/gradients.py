@@ -66,7 +66,7 @@ class GradientHomes:
         units: the trainable units.
         plan: its `grads` is the tier where gradients rest; None: they are not kept, and units are stepped in backward.
         pools: its `gradients` are buffers for NVME and None, its `links` those of the link from an accelerator, its `sums`
-            those of reductions between CPUs.
+            those of reductions.
         policy: in which dtype gradients rest, and how they are reduced.
         steps: the step that may be under way; it is finished before a gradient at home is read or changed.
     """
@@ -458,7 +458,7 @@ class GradientHomes:
             name = unit.name if len(buckets) == 1 else f"{unit.name} {number + 1}/{len(buckets)}"
             grads = [part.shard.param.grad if _fresh(part.shard) else None for part in bucket.ranges]
             self._ends.append(ends and bucket is buckets[-1])
-            self._reducer.start(name, bucket, grads, unit.shards[0].param.device)
+            self._reducer.start(name, bucket, grads)
             del grads
             if self._reducer.is_eager:
                 self._arrive()
@@ -479,7 +479,7 @@ class GradientHomes:
             with self._reducer.aside():
                 self.store.add(unit, self.dtype(unit), parts, is_known=False)
         finally:
-            self._reducer.release(done)
+            self._reducer.release(done, self.store.end_of_reads())
         self.store.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
         if self._ends.popleft():
             self._end(unit)

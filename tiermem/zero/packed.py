@@ -17,6 +17,7 @@ A value is rounded once per step, by at most half a scale of its block (quantise
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -26,6 +27,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import Pool
 from tiermem.swap.native import Workers
+from tiermem.swap.ranges import round_up
 from tiermem.zero.collectives import (
     GATHER_TAG,
     Pending,
@@ -49,7 +51,7 @@ class PackedGather(Gather):
     Args:
         topology: the ranks of its shard group take part.
         unit: the unit to gather.
-        full: its full layout; its storage has bytes whenever a gather is waited for.
+        full: its full layout; its storage has bytes from `put` on, until the gather has been waited for.
         pool: buffers of `wire_bytes` for sent and received blocks; None: torch's own memory.
         workers: threads that pack and unpack on a CPU; None: the caller alone.
     """
@@ -81,7 +83,9 @@ class PackedGather(Gather):
             self._wire.mine.copy_(unpadded, non_blocking=True)
         else:
             numel = self._unit.packed_numel
-            values = shard[:numel].to(self._full.device, non_blocking=True)
+            values = shard[:numel]
+            if values.device != self._full.device:  # through the full layout, which is filled later
+                values = self._full[:numel].copy_(values, non_blocking=True)
             pack_into(self._wire.mine, numel, values, 0, self._form, self._workers)
 
     def start(self) -> Pending:
@@ -152,29 +156,57 @@ class _Wire:
         self._slot = None
 
 
+class Carving:
+    """Cuts a buffer into tensors, one behind the other, each at a multiple of 64 bytes."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer  # uint8
+        self._used_bytes = 0
+
+    def take(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """The next part of the buffer, content undefined. The caller ensures that there is room."""
+        start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
+        self._used_bytes += round_up(num_bytes, CARVED_ALIGN)
+        return self._buffer[start : start + num_bytes].view(dtype).view(shape)
+
+
+CARVED_ALIGN = 64  # bytes
+
+
+def packed_reduction_bytes(topology: Topology, column_bytes: int, column_numel: int) -> int:
+    """Most bytes that `start_packed_reduction` carves for columns of so many bytes and elements."""
+    across, within = topology.across, topology.within
+    if across is None or within is None:
+        return _exchange_bytes(topology.num_shards, column_numel)
+    rows = round_up(column_bytes * topology.num_shards, CARVED_ALIGN)
+    return rows + _exchange_bytes(within.size, column_numel * across.size) + _exchange_bytes(across.size, column_numel)
+
+
 def start_packed_reduction(
-    topology: Topology, columns: torch.Tensor, what: str, number: int
+    topology: Topology, columns: torch.Tensor, what: str, number: int, carving: Carving
 ) -> tuple[Pending, Callable[[], torch.Tensor]]:
     """Starts a reduction. Collective: every rank starts and finishes the same reductions in the same order.
 
-    Returns the calls under way, and a function that waits for them and returns the sum of this rank's column: fp32, flat. It
-    blocks, and raises RankLost.
+    Returns the calls under way, and a function that waits for them and returns the sum of this rank's column: fp32, flat, a
+    part of the buffer. It blocks, and raises RankLost.
 
     Args:
         topology: the ranks of its shard group take part.
         columns: flat, a column of equal size for each rank of the shard group; read before this function returns.
         what: the purpose, for errors and counts.
         number: names the purpose, as in `swap_rows` (collectives.py).
+        carving: gives `packed_reduction_bytes`, which the reduction uses until it has ended.
     """
     across, within = topology.across, topology.within
     if across is None or within is None:
-        whole = _Exchange(topology, columns.view(topology.num_shards, -1), what, "shard", number)
+        whole = _Exchange(topology, columns.view(topology.num_shards, -1), what, "shard", number, carving)
         return whole.pending, whole.sum
-    rows = columns.view(across.size, within.size, -1).transpose(0, 1).reshape(within.size, -1)
-    near = _Exchange(topology, rows, what, "within", number)
+    by_node = columns.view(across.size, within.size, -1).transpose(0, 1)
+    rows = carving.take(columns.dtype, *by_node.shape).copy_(by_node).view(within.size, -1)
+    near = _Exchange(topology, rows, what, "within", number, carving)
 
     def finish() -> torch.Tensor:
-        return _Exchange(topology, near.sum().view(across.size, -1), what, "across", number).sum()
+        return _Exchange(topology, near.sum().view(across.size, -1), what, "across", number, carving).sum()
 
     return near.pending, finish
 
@@ -182,18 +214,25 @@ def start_packed_reduction(
 class _Exchange:
     """Sends its packed row to each rank of a dimension, and receives one from each."""
 
-    def __init__(self, topology: Topology, rows: torch.Tensor, what: str, among: str, number: int) -> None:
+    def __init__(
+        self, topology: Topology, rows: torch.Tensor, what: str, among: str, number: int, carving: Carving
+    ) -> None:
         self._numel = rows.shape[1]
-        sent = torch.empty(rows.shape[0], INT8.packed_bytes(self._numel), dtype=torch.uint8, device=rows.device)
+        blocks = rows.shape[0], INT8.packed_bytes(self._numel)
+        sent, self._come = (carving.take(torch.uint8, *blocks) for _ in range(2))
+        self._total = carving.take(torch.float32, self._numel)
         for row, place in zip(rows, sent, strict=True):
             pack_into(place, self._numel, row)
-        self._come = torch.empty_like(sent)
         self.pending = swap_rows(topology, what, self._come.view(-1), sent.view(-1), among, number)
 
     def sum(self) -> torch.Tensor:
         """The fp32 sum of the received rows. Blocks."""
         self.pending.wait()
-        total = torch.zeros(self._numel, dtype=torch.float32, device=self._come.device)
+        self._total.zero_()
         for row in self._come:
-            unpack(row, self._numel, total, add=True)
-        return total
+            unpack(row, self._numel, self._total, add=True)
+        return self._total
+
+
+def _exchange_bytes(num_rows: int, numel: int) -> int:
+    return 2 * round_up(num_rows * INT8.packed_bytes(numel), CARVED_ALIGN) + round_up(4 * numel, CARVED_ALIGN)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.native import NORM_BLOCK
@@ -14,6 +14,7 @@ from tiermem.swap.ranges import round_up
 from tiermem.swap.torch_step import CHUNK, SCRATCH_BYTES
 from tiermem.zero.gather import secondary_numel
 from tiermem.zero.packed import gathers_packed, needs_wire, wire_bytes
+from tiermem.zero.quantised import scratch_bytes
 from tiermem.zero.reduce import MOST_UNDER_WAY, largest_buffer, largest_column
 from tiermem.zero.state_layout import FP32_BYTES, StateLayout
 from tiermem.zero.topology import Topology
@@ -36,13 +37,11 @@ ACTIVATION_CHUNK_BYTES = 1 << 20
 _ACTIVATION_BUFFERS = 8
 """Of one piece each, between activations and NVMe: enough to keep a disk busy."""
 
-CONTEXT = "context"
+CONTEXT, PACKING = "context", "packing"
 _STATES = "optimizer states"
 _ATTEMPTS, _DRAFTS = "slot of steps under backward", "second copies of weights, for steps under backward"
 _UNDO = "second copies of states, for steps under backward"
 _FACTORS = (8, 8)
-
-T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -150,17 +149,6 @@ class Plan:
             drafted=(),
         )
 
-    def why_disk(self, policy: OffloadPolicy) -> str:
-        """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for checkpoints."""
-        if not self.frozen_disk_bytes:
-            return ""
-        less = self.disk_bytes - self.frozen_disk_bytes
-        return (
-            f"What steps write rests in {policy.num_slots} slots (durability={policy.durability!r}, keep={policy.keep}), one "
-            f"to write and the rest for what is durable; with durability='none' {less} bytes are enough, and "
-            "a checkpoint is a copy"
-        )
-
 
 def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
     """The state layout of a unit when the optimizer keeps as many moments as the policy plans for."""
@@ -228,6 +216,7 @@ class Planner:
         self._units = division.units
         self._most_at_once = max(1, division.most_at_once)
         self._is_gpu = is_gpu
+        self._topology = topology
         self._num_shards = topology.num_shards
         self._world = topology.world
         self._trainable = [u for u in division.units if u.is_trainable]
@@ -302,7 +291,7 @@ class Planner:
         shard_sizes = (u.shard_bytes for u in at_home[Tier.NVME])
         num_shards = (3 if self._is_gpu else 2) * needs_stage  # one more, which the accelerator still reads
         shards = sheet.buffers("shard", num_shards, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu)
-        wired = (u for u in streamed if gathers_packed(u, policy) and needs_wire(u, self._num_shards, self._is_gpu))
+        wired = [u for u in streamed if gathers_packed(u, policy) and needs_wire(u, self._num_shards, self._is_gpu)]
         wire_sizes = (wire_bytes(u, self._num_shards) for u in wired)
         wires = sheet.buffers("wire", units.num, wire_sizes, "blocks on their way between ranks", tier=place)
         gradients = self._add_gradients(sheet, grads)
@@ -311,8 +300,10 @@ class Planner:
         link_sizes = (largest_column(u, self._num_shards, limit) for u in self._trainable)
         links = sheet.buffers("link", num_links, link_sizes, "gradients on their way from the accelerator", True)
         num_sums = MOST_UNDER_WAY * (self._world > 1)
-        sum_sizes = (largest_buffer(u, self._num_shards, policy.reduce_bucket_numel) for u in self._trainable)
+        limit, topology = policy.reduce_bucket_numel, self._topology
+        sum_sizes = (largest_buffer(u, topology, limit, self._is_gpu) for u in self._trainable)
         sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place)
+        self._add_packing(sheet, wired)
         activations, room_bytes = self._add_activations(sheet, room_bytes)
         kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
@@ -394,7 +385,15 @@ class Planner:
             why = f"rest on {home.name} until the step"
             sheet.add("gradients", home, _pages(sizes), why, crosses_link=self._crosses)
         passes = home in (None, Tier.NVME)
-        return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
+        crosses = self._crosses and home is None  # to the accelerator that steps them
+        return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home", crosses)
+
+    def _add_packing(self, sheet: _Sheet, wired: Sequence[Unit]) -> None:
+        """Adds the row of an accelerator's memory for packing: the streams of gathers and of reductions each keep some."""
+        reduced = self._trainable if self._topology.packs_reductions else ()
+        sizes = (max((u.packed_numel for u in units), default=0) for units in (wired, reduced))
+        scratch = sum(map(scratch_bytes, sizes)) * self._is_gpu
+        sheet.add(PACKING, Tier.DEVICE, scratch, "fp32 copies of pieces of blocks that are sent and received")
 
     def _add_steps_there(self, sheet: _Sheet, tile_numel: int) -> Buffers:
         """Adds the rows of an accelerator's memory for steps; returns the buffers of tiles that rest elsewhere."""
@@ -502,11 +501,6 @@ def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tup
     layout, step = planned_layout(unit, policy), round_up(tile_numel, UNIT_ALIGN)
     whole, rest = divmod(unit.shard_numel, step)
     return [(layout.total_bytes(numel), count) for numel, count in ((step, whole), (rest, 1)) if numel * count]
-
-
-def spread(items: Sequence[T], share: float) -> list[T]:
-    """The given share (0 to 1) of a list, taken at even distances."""
-    return [item for i, item in enumerate(items) if int((i + 1) * share) > int(i * share)]
 
 
 def within(sizes: Sequence[int], num_bytes: int) -> list[bool]:

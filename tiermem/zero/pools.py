@@ -1,4 +1,4 @@
-"""Pools: the store of a plan, and its buffers on HOST, which are carved from the store's arena before a run."""
+"""Pools: the store of a plan, and its buffers, which are carved from the store's memory before a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import is_accelerator
-from tiermem.swap.arena import Arena, Pool
+from tiermem.swap.arena import Pool
+from tiermem.swap.device_memory import DevicePool
 from tiermem.swap.run_folder import RunName
 from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import exchange
@@ -54,21 +55,27 @@ def give_back(pools: Pools, now: Plan, plan: Plan) -> None:
             pool.close()
 
 
-def carve(arena: Arena, plan: Plan, kept: Pools | None = None) -> Pools:
-    """Takes all buffers of a plan that lie on HOST from the arena, which owns them until it is closed.
+def carve(store: TensorStore, plan: Plan, kept: Pools | None = None) -> Pools:
+    """Takes all buffers of a plan from the store, which owns them until it is closed. Raises torch's OutOfMemoryError.
+
+    Those on an accelerator have a slab for each purpose; full layouts have slots there instead (unit_memory.py).
 
     kept: buffers of another plan; those that `give_back` has left are kept.
     """
 
-    crossing = ("shards", "links", "activations", *(["tiles"] if plan.crosses_link or plan.brings_gradients else []))
+    crossing = ["shards", "links", "activations"] + ["tiles"] * (plan.crosses_link or plan.brings_gradients)
+    if plan.grads is None and plan.crosses_link:
+        crossing.append("gradients")
 
     def pool(name: str) -> Pool | None:
         size, count = getattr(plan, name)
         own: Pool | None = getattr(kept, name, None)
         if own is not None and own.count:
             return own
-        if not count or name in plan.on_device:
+        if not count or (name == "units" and name in plan.on_device):
             return None
-        return Pool(arena, size, count, name, crosses_link=name in crossing)
+        if name in plan.on_device:
+            return DevicePool(store.on_device, size, count, name)
+        return Pool(store.arena, size, count, name, crosses_link=name in crossing)
 
     return Pools(*map(pool, Pools._fields))

@@ -30,6 +30,7 @@ from tiermem.swap.parts import STORED, Packed
 BLOCK = 64  # elements
 PIECE = 1 << 18  # elements
 _PIECE_ON_DEVICE = 1 << 22  # elements
+_SCRATCH_BYTES = 13  # of torch's memory for each element of a piece, at most: fp32 copies, and codes
 _SCALE_BYTES = 4
 _LARGEST_CODE = 127
 LEVELS = (
@@ -133,6 +134,11 @@ def unpack(
         else:
             target.copy_(values[: last - first])
     return out
+
+
+def scratch_bytes(numel: int) -> int:
+    """Most bytes of an accelerator that packing or unpacking `numel` elements takes beside what it reads and writes."""
+    return min(numel, _PIECE_ON_DEVICE) * _SCRATCH_BYTES
 
 
 def byte_ranges(numel: int, start: int, stop: int, form: BlockFormat = INT8) -> tuple[slice, slice]:

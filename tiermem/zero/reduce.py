@@ -14,8 +14,9 @@ import torch.distributed as dist
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on
 from tiermem.swap.arena import Pool, Slot
+from tiermem.swap.ranges import round_up
 from tiermem.zero.collectives import Pending, call, start, swap_rows
-from tiermem.zero.packed import start_packed_reduction
+from tiermem.zero.packed import CARVED_ALIGN, Carving, packed_reduction_bytes, start_packed_reduction
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import ALIGN, Shard, ShardRange, Unit
 
@@ -72,14 +73,22 @@ def cut(unit: Unit, num_shards: int, limit_numel: int) -> list[Bucket]:
     return [bucket for dtype, alike in kinds.items() for bucket in _fill(unit, dtype, alike, num_shards, room)]
 
 
-def largest_buffer(unit: Unit, num_shards: int, limit_numel: int) -> int:
-    """Most bytes of memory that a bucket of a unit needs between CPUs, when all its gradients are reduced in one dtype.
+def largest_buffer(unit: Unit, topology: Topology, limit_numel: int, is_gpu: bool = False) -> int:
+    """Most bytes of the buffer of a reduction of a unit's gradients.
 
-    With several shards it is the bucket, and as much again for the columns from other ranks. An all-reduce is done in place.
+    With several shards it is the bucket, and the columns that come from other ranks: on an accelerator their sum alone; as
+    blocks what is sent and received, and the sum. An all-reduce is done in place.
     """
-    shares = sum(shard.shard_numel for shard in unit.shards)
-    bucket = min(shares, max(1, limit_numel // num_shards)) * num_shards * unit.shards[0].reduce_dtype.itemsize
-    return bucket * (2 if num_shards > 1 else 1)
+    num_shards, shares = topology.num_shards, sum(shard.shard_numel for shard in unit.shards)
+    numel = min(shares, max(1, limit_numel // num_shards))
+    column = numel * max(shard.reduce_dtype.itemsize for shard in unit.shards)
+    if num_shards == 1:
+        return column
+    if topology.packs_reductions:
+        beside = packed_reduction_bytes(topology, column, numel)
+    else:
+        beside = column if is_gpu else column * num_shards
+    return round_up(column * num_shards, CARVED_ALIGN) + beside
 
 
 def largest_column(unit: Unit, num_shards: int, limit_numel: int) -> int:
@@ -136,7 +145,7 @@ class Reduction:
 
     what: str
     bucket: Bucket
-    slot: Slot | None
+    slot: Slot
     start_ns: int
     pending: Pending
     column: Callable[[], torch.Tensor]  # this rank's column of the sums; call it when `pending` has ended
@@ -157,18 +166,19 @@ class Reducer:
     depend only on the gradients and the number of ranks, not on bucket sizes or tiers. All-reduces and NCCL add in their own
     order; with two ranks the bits are the same anyway.
 
-    At most two reductions are under way: the first is finished before a third is started. Each owns its buffers. Between CPUs
-    they come from the arena, and gradients are packed into them. A parameter that fills a bucket alone is sent from the place
-    where autograd put it, if its size, dtype and layout allow this and there are neither pool nor factor.
+    At most two reductions are under way: the first is finished before a third is started. Each owns a buffer, into which its
+    gradients are packed, and which holds all that it sends and receives. On an accelerator the next reduction in a buffer waits
+    for those who read its sums.
 
     Args:
-        pool: buffers of `buffer_bytes` of the largest bucket; None: torch's own memory, allocated for each bucket.
+        pool: buffers of `largest_buffer`; None: there are no gradients.
         device: the device of the gradients. On an accelerator reductions have a stream of their own, and no call waits for it.
     """
 
     def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None, device: torch.device) -> None:
         self._topology = topology
         self._pool = pool
+        self._reads: dict[int, torch.Event] = {}  # by the buffer's offset; the end of the last reads of its sums
         self._under_way: collections.deque[Reduction] = collections.deque()
         self._factor = 1.0 / predivided(topology.world, policy)
         self._stream = new_stream(device) if is_accelerator(device) else None
@@ -196,11 +206,10 @@ class Reducer:
         """Whether no reduction is under way."""
         return not self._under_way
 
-    def start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None], device: torch.device) -> None:
+    def start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
         """Starts to add up a bucket. Collective; does not block. Gradients may be released when it returns.
 
-        Args:
-            grads: the whole gradient of each of its pieces; None for zeros. The reduction owns one that it sends in place.
+        grads: the whole gradient of each of its pieces; None for zeros.
         """
         if self._stream is not None:
             self._stream.wait_stream(current_stream(self._stream.device))
@@ -208,21 +217,30 @@ class Reducer:
                 if grad is not None:
                     grad.record_stream(self._stream)
         with self.aside():
-            self._start(what, bucket, grads, device)
+            self._start(what, bucket, grads)
 
-    def _start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None], device: torch.device) -> None:
-        start_ns = time.monotonic_ns()
-        slot = self._pool.take() if self._pool is not None else None
-        filled = None if self._pool is not None else self._in_place(bucket, grads)
-        if filled is None:
-            filled = self._memory(slot, 0, bucket, device)
-            columns = bucket.split(filled.view(bucket.num_columns, -1))
-            for part, grad, place in zip(bucket.ranges, grads, columns, strict=True):
-                put_in(part, grad, place)
-            if self._factor != 1.0:
-                filled.mul_(self._factor)
-        begun = self._begin(f"reducing {what}", slot, bucket, filled)
+    def _start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
+        start_ns, slot = time.monotonic_ns(), self._take()
+        carving = Carving(slot.tensor)
+        filled = carving.take(bucket.dtype, bucket.num_columns * bucket.column_numel)
+        columns = bucket.split(filled.view(bucket.num_columns, -1))
+        for part, grad, place in zip(bucket.ranges, grads, columns, strict=True):
+            put_in(part, grad, place)
+        if self._factor != 1.0:
+            filled.mul_(self._factor)
+        begun = self._begin(f"reducing {what}", carving, bucket, filled)
         self._under_way.append(Reduction(what, bucket, slot, start_ns, *begun))
+
+    def _take(self) -> Slot:
+        """A buffer; on an accelerator the current stream, that of reductions, waits until its last sums have been read."""
+        assert self._pool is not None
+        slot = self._pool.take()
+        assert slot is not None
+        if self._stream is not None:
+            slot.tensor.record_stream(self._stream)  # a slab that ends is not given to others before its reductions
+            if (read := self._reads.pop(slot.offset, None)) is not None:
+                self._stream.wait_event(read)
+        return slot
 
     def finish(self) -> tuple[Reduction, torch.Tensor]:
         """The oldest reduction and this rank's column of its sums, valid until `release`. Raises RankLost.
@@ -241,42 +259,29 @@ class Reducer:
             self.release(done)
             raise
 
-    def release(self, done: Reduction) -> None:
-        """Takes a reduction's buffers back."""
-        if done.slot is not None:
-            assert self._pool is not None
-            self._pool.give_back(done.slot)
-            done.slot = None
-
-    def _in_place(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The gradient itself, when its memory can serve as the bucket; else None."""
-        grad = grads[0]
-        fits = len(grads) == 1 and grad is not None and grad.numel() == bucket.column_numel * bucket.num_columns
-        if not fits or grad is None or grad.dtype != bucket.dtype or not grad.is_contiguous() or self._factor != 1.0:
-            return None
-        return grad.view(-1)
+    def release(self, done: Reduction, read: torch.Event | None = None) -> None:
+        """Takes a reduction's buffer back, whose sums streams of an accelerator read until `read`."""
+        assert self._pool is not None
+        if read is not None:
+            self._reads[done.slot.offset] = read
+        self._pool.give_back(done.slot)
 
     def _begin(
-        self, what: str, slot: Slot | None, bucket: Bucket, filled: torch.Tensor
+        self, what: str, carving: Carving, bucket: Bucket, filled: torch.Tensor
     ) -> tuple[Pending, Callable[[], torch.Tensor]]:
         """Starts the call for a filled bucket; returns `pending` and `column` of a Reduction."""
-        topology, columns = self._topology, filled.view(bucket.num_columns, bucket.column_numel)
+        topology, numel = self._topology, bucket.column_numel
         if topology.num_shards == 1:
             return start(topology, what, dist.all_reduce, filled), lambda: filled
         if topology.packs_reductions:
-            pending, finish = start_packed_reduction(topology, filled, what, bucket.number)
-            return pending, lambda: finish().to(bucket.dtype)
+            pending, finish = start_packed_reduction(topology, filled, what, bucket.number, carving)
+            return pending, lambda: filled[:numel].copy_(finish())
         if filled.device.type == "cpu":
-            received = self._memory(slot, filled.nbytes, bucket, filled.device)
-            pending = swap_rows(topology, what, received, filled, "shard", bucket.number)
-            return pending, lambda: _added_up(received.view_as(columns))
-        column = torch.empty(bucket.column_numel, dtype=bucket.dtype, device=filled.device)
+            received = carving.take(bucket.dtype, bucket.num_columns, numel)
+            pending = swap_rows(topology, what, received.view(-1), filled, "shard", bucket.number)
+            return pending, lambda: _added_up(received)
+        column = carving.take(bucket.dtype, numel)
         return start(topology, what, dist.reduce_scatter_tensor, column, filled, among="shard"), lambda: column
-
-    def _memory(self, slot: Slot | None, offset: int, bucket: Bucket, device: torch.device) -> torch.Tensor:
-        if slot is None:
-            return torch.empty(bucket.column_numel * bucket.num_columns, dtype=bucket.dtype, device=device)
-        return slot.tensor[offset : offset + bucket.num_bytes].view(bucket.dtype)
 
 
 def _added_up(parts: torch.Tensor) -> torch.Tensor:

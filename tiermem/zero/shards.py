@@ -411,7 +411,7 @@ class Shards:
             self.states.make_room(plan)
         give_back(self._pools, self.plan, plan)
         self.store.renew_host(plan.arena_bytes, plan.link_bytes if self.policy.pin_memory else 0)
-        self._use(plan, carve(self.store.arena, plan, self._pools))
+        self._use(plan, carve(self.store, plan, self._pools))
         self.program.use(self.tile_pool)
         for live in lives:
             live.unit.unfreeze()
@@ -520,7 +520,7 @@ class Shards:
     def _build(self, division: Division) -> None:
         units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
-        self._use(self.plan, pools := carve(self.store.arena, self.plan))
+        self._use(self.plan, pools := carve(self.store, self.plan))
         policy, workers, trainable = self.policy, self.workers, [u for u in units if u.is_trainable]
         self.program: Program[Any] = Program(self.store, pools.tiles, self.workers)
         self.steps = StepRun(self.program)

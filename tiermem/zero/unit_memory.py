@@ -12,7 +12,7 @@ import torch
 
 from tiermem.swap.accelerator import activate, current_stream, is_accelerator, new_stream, on, record
 from tiermem.swap.arena import Pool, Slot
-from tiermem.swap.device_memory import DeviceMemory
+from tiermem.swap.device_memory import DeviceMemory, DevicePool
 from tiermem.swap.move import Move
 from tiermem.swap.native import NORMAL, URGENT, Map
 from tiermem.swap.run_read import RunRead
@@ -67,36 +67,20 @@ LAYOUTS = "layout"
 """The kind of device memory that full layouts occupy whose bytes also rest elsewhere, as shards."""
 
 
-class UnitSlots:
+class UnitSlots(DevicePool):
     """Equal slots for full layouts on an accelerator, carved from one slab, so that no piece of memory lies between them.
 
     owner: the stream that waits for the users of a slot before the slot is used again. Not for several threads.
     """
 
     def __init__(self, memory: DeviceMemory, buffers: Buffers, owner: torch.Stream) -> None:
-        self._owner = owner
-        for _ in range(buffers.num):
-            memory.reserve(LAYOUTS, buffers.slot_bytes)
-        self._slots = [memory.take(LAYOUTS, buffers.slot_bytes).tensor for _ in range(buffers.num)]
-        self._free = list(range(buffers.num))
+        super().__init__(memory, *buffers, LAYOUTS)
         owner.wait_stream(current_stream(owner.device))  # in whose order the memory was freed
-
-    def take(self) -> int:
-        """The number of a free slot. The caller ensures that there is one."""
-        return self._free.pop()
-
-    def give_back(self, slot: int) -> None:
-        """Takes a slot back."""
-        self._free.append(slot)
 
     def check_free(self) -> None:
         """Raises RuntimeError while a slot is in use: the memory cannot leave the device."""
-        if (num_used := len(self._slots) - len(self._free)) > 0:
+        if (num_used := self.count - len(self._free)) > 0:
             raise RuntimeError(f"{num_used} units are in use: their memory cannot leave the device")
-
-    def storage(self, slot: int, num_bytes: int) -> torch.UntypedStorage:
-        """A storage over the first bytes of a slot."""
-        return _storage_at(self._slots[slot].data_ptr(), self._owner.device, num_bytes)
 
 
 # ---- what units share ------------------------------------------------------------------------------------------------
@@ -325,7 +309,7 @@ class UnitMemory:
         self._slots = passage.slots
         self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
         self.slab = passage.slab if held is None else None  # carves its memory; None: torch's allocator does
-        self._place: int | None = None  # the slot of the slab, while the unit occupies it
+        self._place: Slot | None = None  # of the slab, while the unit occupies it
         self._may_swap = passage.may_swap
         self._is_held = held is not None  # its memory is there for life
         self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
@@ -478,7 +462,8 @@ class UnitMemory:
     def _take_place(self) -> None:
         assert self.slab is not None and self._place is None
         self._place = self.slab.take()
-        self._lender = self.slab.storage(self._place, self.unit.full_bytes)
+        assert self._place is not None  # the prefetcher has made room
+        self._lender = _storage_at(self._place.tensor.data_ptr(), self._place.tensor.device, self.unit.full_bytes)
         self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
 
     def _give_place_back(self) -> bool:
