@@ -105,7 +105,7 @@ def say_placement(
 #     measured rates -> forecast/forecast.py, on the meta device -> config, and lines that give the choice and the reason
 #   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
 #     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
-#   activations, activation_bytes, device_bytes, host_bytes: keys of the section "tiermem" with the same names
+#   activations, activation_bytes, device_bytes, host_bytes, streamed_ratio: keys of the section "tiermem" with the same names
 #
 # So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
 
@@ -115,7 +115,10 @@ _PLACES = {
     "tile_buffers": ("zero_optimization", "offload_optimizer", "buffer_count"),
     "unit_buffers": ("zero_optimization", "offload_param", "buffer_count"),
     "host_param_numel": ("zero_optimization", "offload_param", "max_in_cpu"),
-    **{name: ("tiermem", name) for name in ("activations", "activation_bytes", "device_bytes", "host_bytes")},
+    **{
+        name: ("tiermem", name)
+        for name in ("activations", "activation_bytes", "device_bytes", "host_bytes", "streamed_ratio")
+    },
 }
 
 

@@ -148,6 +148,7 @@ def plan_figures(
         "choice": str(planned.choice) if planned.choice is not None else None,
         "activations": planned.policy.activations.name if planned.policy.activations is not None else None,
         "device_budget_bytes": planned.policy.device_bytes,
+        "streamed_ratio": planned.policy.streamed_ratio,
         "placement": _placement(planned),
         "pinned_bytes": planned.pinned_bytes,
         "sources": list(sources),

@@ -39,6 +39,7 @@ def test_every_chosen_field_is_a_key_that_means_it() -> None:
         "tile_buffers": 6,
         "unit_buffers": 2,
         "host_param_numel": 12_345,
+        "streamed_ratio": 0.5,
     }
     policy = load_config(with_choice(config(), fields)).policy()
     assert {name: getattr(policy, name) for name in fields} == fields
