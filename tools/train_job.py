@@ -222,8 +222,9 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
         if getattr(options, name) in (None, ()) and resumed.options[name] is not None:
             saved = resumed.options[name]
             taken[name] = tuple(Path(each) for each in saved) if name in _PATHS else saved
-    both = options.is_checkpointing or bool(resumed.options["is_checkpointing"])
-    found = dataclasses.replace(options, is_checkpointing=both, **taken)
+    if options.is_checkpointing is None:
+        taken["is_checkpointing"] = resumed.options["is_checkpointing"]
+    found = dataclasses.replace(options, **taken)
     if found.steps is not None and found.steps <= resumed.step:
         raise ValueError(
             f"--resume: {resumed.place} has {resumed.step} steps behind it, and --steps counts from the first: give more than "
@@ -293,7 +294,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         batch=micro_batch_of(config, batch),
         seed=seed,
         precision=precision_of(config),
-        is_checkpointing=options.is_checkpointing or (config.get("tiermem") or {}).get("accumulation") == "layers",
+        is_checkpointing=recomputes_blocks(options.is_checkpointing, config),
         memory_limit_bytes=options.memory_bytes,
         threads=options.threads,
         nvme_paths=[str(path) for path in nvme],
@@ -304,6 +305,19 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         sustained=options.sustained,
         to_save=options_to_save(options, name, shape, own),
     )
+
+
+def recomputes_blocks(is_asked: bool | None, config: Config) -> bool | None:
+    """Whether blocks are recomputed in backward: as asked, but layer by layer always; None: that is to be chosen.
+
+    Raises Mistake where a config of layer by layer is not to recompute them.
+    """
+    if (config.get("tiermem") or {}).get("accumulation") != "layers":
+        return is_asked
+    if is_asked is False:
+        said = '--no-checkpointing with accumulation "layers", which computes blocks again in backward'
+        raise Mistake(said, {"--no-checkpointing": ""})
+    return True
 
 
 def _with_kept(config: Config, resumed: Resumed) -> Config:

@@ -86,7 +86,7 @@ def test_tiles_that_an_accelerator_steps_are_those_of_the_saved_step(part: float
     def part_here(config: dict[str, Any]) -> float:
         activations = Activations(ModelSizes.of(shape), 64, "bf16", "bf16", True, True)
         chosen = choose_config(config, shape, (Compute(1e-12, 2e-12), rates), activations, Room(card, None))
-        return float(chosen[0]["tiermem"]["streamed_ratio"])
+        return float(chosen.config["tiermem"]["streamed_ratio"])
 
     job, shape = resume(tmp_path, saved(tmp_path / "ck", text, streamed_part=part)), preset("151m")
     assert part_here(job.config) == part
@@ -95,6 +95,14 @@ def test_tiles_that_an_accelerator_steps_are_those_of_the_saved_step(part: float
     told = options_to_save(TrainOptions(data=(text,), seq=64, steps=20), "run", preset("151m"), config)
     named = resume(tmp_path, save_step(tmp_path / "named", 7, "step7", {"tiermem train": told}, part))
     assert named.config["tiermem"]["streamed_ratio"] == 0.25
+
+
+def test_whether_blocks_are_recomputed_is_as_it_was_or_as_it_is_said_now(tmp_path: Path, text: Path) -> None:
+    for was in (None, True, False):
+        where = saved(tmp_path / f"ck {was}", text, is_checkpointing=was)
+        assert resume(tmp_path, where).is_checkpointing is was
+        for now in (True, False):
+            assert resume(tmp_path, where, is_checkpointing=now).is_checkpointing is now
 
 
 def test_other_homes_may_be_named(tmp_path: Path, text: Path) -> None:
