@@ -92,10 +92,11 @@ def write(
         "engine": None,
         "client_state": {},
         "config": {},
+        "choices": {},
     }
     manifest = Manifest(
         "byhand", commit, tag, fields.pop("step", commit), world, world, tuple(parts), **(values | fields),
-        parameters=parameters, excluded=(), checksums=sums, choices={},
+        parameters=parameters, excluded=(), checksums=sums,
     )  # fmt: skip
     (folder / manifest_name(commit)).write_bytes(manifest.dump())
     write_latest(folder / manifest_name(commit), where, tag)

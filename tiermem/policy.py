@@ -258,7 +258,8 @@ class OffloadPolicy:
     """Part of the tiles that rest on HOST or NVME and are stepped on the accelerator, evenly spread: it copies their states,
     weights and gradients to buffers of its own and back, while the CPU steps the others. Such a step ends before the next
     forward. A tile of a whole matrix that is larger than a buffer is stepped on the CPU. Without an accelerator the field does
-    nothing. None: 0, as no rates are known here."""
+    nothing. None: 0, as no rates are known here;
+    `tiermem.forecast.choose` chooses it by rates."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))

@@ -15,11 +15,23 @@ from torch import nn
 
 from tiermem.config import load_config, resolve_auto
 from tiermem.config.io import STATES_PER_TILE
-from tiermem.forecast import Placement, Rates, choose
+from tiermem.forecast import Forecast, Placement, Rates, choose
+from tiermem.forecast.forecast import LEAST_FAR_GAIN
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import free_and_total, is_accelerator
-from tiermem.tools.planned import Activations, Budget, meta_model, placed
+from tiermem.tools.launcher import Job
+from tiermem.tools.planned import (
+    Activations,
+    Budget,
+    Planned,
+    Scenario,
+    budget_of,
+    fits_budget,
+    meta_model,
+    placed,
+    plan_scenario,
+)
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.train_job import Config, with_key
 from tiermem.tools.words import format_bytes
@@ -30,6 +42,10 @@ from tiermem.zero.unit import divide
 
 _TORCHS_PART = 0.05
 _CONTEXT_BYTES = 512 << 20  # of a driver's context and its kernels, where it cannot be measured
+
+
+Tried = tuple[Plan, Forecast]
+"""A plan, and a step of it."""
 
 
 class Card(NamedTuple):
@@ -100,12 +116,70 @@ def say_placement(
     return [first, f"activations: {inputs} and go from the GPU to {policy.activations.name}: {why}"]
 
 
+# ---- recomputation: the activations of blocks are kept, or computed again in backward -----------------------------------
+#
+# Where nobody says which, both are planned and a step of each is played. Recomputing takes the forward's time once more, and
+# leaves what autograd would keep to weights and states. The bits are the same.
+
+NO_OTHER_WAY = "checkpointing: blocks are recomputed in backward, since what they would keep leaves no room for a plan"
+
+
+def recomputes(kept: Tried | None, again: Tried | None) -> tuple[bool, str | None]:
+    """Whether blocks are to be recomputed in backward, and a sentence that says why; None: there is nothing to compare.
+
+    It must be 10 % faster; but where more units stay on an accelerator with it, keeping what forward leaves must be, as for
+    every plan that leaves units elsewhere (forecast/forecast.py).
+
+    kept, again: the plan without and with it, and a step of each; None: none fits.
+    """
+    if kept is None or again is None:
+        return kept is None and again is not None, NO_OTHER_WAY if again is not None else None
+    kept_s, again_s = kept[1].total_s, again[1].total_s
+    stay, more = (sum(unit.is_resident for unit in plan.division.units) for plan, _ in (kept, again))
+    keeps_more = bool(again[0].on_device) and more > stay
+    is_better = kept_s * LEAST_FAR_GAIN >= again_s if keeps_more else again_s * LEAST_FAR_GAIN < kept_s
+    said = f"{again_s:.3g} s a step are predicted with that, {kept_s:.3g} s without"
+    if keeps_more:
+        said = f"{more} of {len(again[0].division.units)} units stay on the GPU with that, {stay} without; {said}"
+    if is_better:
+        return True, f"checkpointing: blocks are recomputed in backward: {said} (--no-checkpointing)"
+    return False, f"checkpointing: no block is recomputed in backward: {said} (--checkpointing)"
+
+
+def plan_open(scenario: Scenario, recomputing: bool | None) -> Planned:
+    """Plans a scenario with blocks recomputed in backward, or not, or, if None is given, as `recomputes` finds best.
+
+    Measured maths of the scenario was measured as it is said, and without recomputation for None. Raises as `plan_scenario`.
+    """
+    kept = plan_scenario(dataclasses.replace(scenario, is_checkpointing=bool(recomputing)))
+    is_scarce = scenario.cluster.gpu_bytes is not None or kept.given.host_bytes is not None
+    if recomputing is not None or not is_scarce:
+        return kept
+    again = plan_scenario(scenario.recomputing)
+    tried = (None if each.problems else (each.plan, each.forecast) for each in (kept, again))
+    is_better, why = recomputes(*tried)
+    return dataclasses.replace(again if is_better else kept, recomputation=why)
+
+
+def settle_by_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Job:
+    """The job, recomputing blocks where it leaves that open and what forward keeps does not fit under its cap otherwise."""
+    if (
+        job.is_checkpointing is not None
+        or job.memory_limit_bytes is None
+        or "host_bytes" in job.config.get("tiermem", {})
+    ):
+        return job
+    if fits_budget(job, budget_of(job, job.memory_limit_bytes, resident_bytes, is_gpu), is_gpu):
+        return job
+    return dataclasses.replace(job, is_checkpointing=True)
+
+
 # ---- the choice of open settings -------------------------------------------------------------------------------------
 #
 #     measured rates -> forecast/forecast.py, on the meta device -> config, and lines that give the choice and the reason
 #   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
 #     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
-#   activations, activation_bytes, device_bytes, host_bytes: keys of the section "tiermem" with the same names
+#   activations, activation_bytes, device_bytes, host_bytes, streamed_ratio: keys of the section "tiermem" with the same names
 #
 # So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
 
@@ -115,8 +189,23 @@ _PLACES = {
     "tile_buffers": ("zero_optimization", "offload_optimizer", "buffer_count"),
     "unit_buffers": ("zero_optimization", "offload_param", "buffer_count"),
     "host_param_numel": ("zero_optimization", "offload_param", "max_in_cpu"),
-    **{name: ("tiermem", name) for name in ("activations", "activation_bytes", "device_bytes", "host_bytes")},
+    **{
+        name: ("tiermem", name)
+        for name in ("activations", "activation_bytes", "device_bytes", "host_bytes", "streamed_ratio")
+    },
 }
+
+
+class Chosen(NamedTuple):
+    """The config of a run with what it leaves open settled."""
+
+    config: Config
+    how: str | None
+    """How it was chosen; None: by the plan's rule alone."""
+    placement: list[str]
+    """What `say_placement` says."""
+    tried: Tried | None
+    """The plan, and a step of it; None: nothing was predicted."""
 
 
 class Room(NamedTuple):
@@ -134,8 +223,8 @@ def choose_config(
     speed: tuple[Compute, Rates] | None,
     activations: Activations,
     room: Room,
-) -> tuple[Config, str | None, list[str]]:
-    """The config of a run on one rank with what it leaves open settled, how that was chosen, and what `say_placement` says.
+) -> Chosen:
+    """Settles what the config of a run on one rank leaves open.
 
     speed: None where nothing was measured: the plan's rule chooses. Raises ValueError for a config that cannot be, and, with
     the arithmetic, where a card has no room for the smallest plan beside activations and the config names no `device_bytes`.
@@ -143,25 +232,27 @@ def choose_config(
     loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
     policy, card = loaded.policy(), room.card
     if card is None and (policy.host_bytes is None or speed is None):
-        return config, None, []
+        return Chosen(config, None, [], None)
     model, topology = meta_model(shape, loaded.precision), plan_topology(1, loaded.policy(), 1)
     placements = activations.placements(policy, None if card is None else card.room_bytes, room.host_bytes)
+    how: str | None = None
+    tried: Tried | None = None
     try:
         if speed is None:
             chosen, plan = placed(model, policy, placements, topology, card is not None, 1)
-            how = None
         else:
             more: dict[str, Any] = {"placements": placements, "input_bytes": activations.input_bytes}
             num_micro = loaded.batch(1).accumulation
             choice = choose(model, policy, speed[1], speed[0], is_gpu=card is not None, num_micro=num_micro, **more)
             chosen, plan, how = choice.policy, choice.chosen.plan, str(choice)
+            tried = plan, choice.chosen.forecast
     except ValueError:
         if card is not None and policy.device_bytes is None:
             _check_room(model, policy, placements, topology, card, activations)
-        return config, None, []  # nothing fits for another reason: building the model says why
+        return Chosen(config, None, [], None)  # nothing fits for another reason: building the model says why
     said = [] if card is None else say_placement(policy, chosen, plan, card, activations)
     fields = {name: value for name in _PLACES if (value := getattr(chosen, name)) != getattr(policy, name)}
-    return with_choice(config, fields), how, said
+    return Chosen(with_choice(config, fields), how, said, tried)
 
 
 def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:

@@ -37,7 +37,7 @@ class Job:
     batch: int
     seed: int
     precision: str
-    is_checkpointing: bool
+    is_checkpointing: bool | None  # whether blocks are recomputed in backward; None: the trainer chooses
     memory_limit_bytes: int | None
     threads: int | None  # None: what torch takes by itself
     nvme_paths: list[str]

@@ -59,6 +59,7 @@ _PAGE_BYTES = 4096
 MADE_OF = ("offload", "precision", "states", "batch")
 """The options that `plan` makes a config of, where none is given."""
 _OF_A_MACHINE = memory_of(1 << 20)
+RECOMPUTE = "--checkpointing/--no-checkpointing"
 POSITIVE, CORES = at_least(1), from_to(1, num_cores, ", the cores of this process")
 ENGINE = OneOf(*ENGINES)
 
@@ -109,7 +110,11 @@ class TrainOptions(Options):
     states: str | None = option(
         None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=OneOf(*STATES)
     )
-    is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
+    is_checkpointing: bool | None = option(
+        None,
+        "recompute blocks in backward [default: where a step is predicted to be faster, or fits no other way]",
+        RECOMPUTE,
+    )
     layers: int | None = option(None, "another number of layers", check=POSITIVE)
     resident_bytes: int | None = size(
         None, "optimizer states kept in memory, such as 200MiB [default: what the cap leaves]", "--resident"
@@ -208,7 +213,11 @@ class PlanOptions(Options):
         None, "bytes a second that it sends within its node; as --network when left out", "--near-network", above_zero
     )
     seq: int = option(2048, "tokens of a sequence", check=POSITIVE)
-    is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
+    is_checkpointing: bool | None = option(
+        None,
+        "recompute blocks in backward [default: where a step is predicted to be faster, or fits no other way]",
+        RECOMPUTE,
+    )
     json_file: Path | None = option(None, "write the figures here", "--json")
 
     def check_together(self) -> None:

@@ -23,7 +23,7 @@ from rich.table import Table
 from tiermem.forecast.forecast import PHASES
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import find_device
-from tiermem.tools.card import Card, say_placement
+from tiermem.tools.card import Card, plan_open, say_placement
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.planned import PLACES, Cluster, Overlapped, Planned, Scenario, overlaps_of, plan_scenario
@@ -35,6 +35,7 @@ from tiermem.tools.train_job import (
     Config,
     make_config,
     read_config,
+    recomputes_blocks,
     with_key,
 )
 from tiermem.tools.words import Mistake, format_bytes
@@ -53,6 +54,7 @@ def plan(options: PlanOptions, console: Console) -> int:
         print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
     shape, config = _shape(options), _config(options)
+    options = dataclasses.replace(options, is_checkpointing=recomputes_blocks(options.is_checkpointing, config))
     if options.flops is None and options.gpu_bytes is None:  # measured here, in the dtype that is best here
         config, _ = settle_compute(config, shape)
     card = Card.here(find_device()) if options.gpu_bytes is None else Card.elsewhere(options.gpu_bytes)
@@ -66,7 +68,8 @@ def plan(options: PlanOptions, console: Console) -> int:
         options.nvme_bytes,
         () if card is None else card.others,
     )
-    planned = plan_scenario(Scenario(shape, config, cluster, rates, compute, options.seq, options.is_checkpointing))
+    scenario = Scenario(shape, config, cluster, rates, compute, options.seq)
+    planned = plan_open(scenario, options.is_checkpointing)
     advice, overlaps = advise(planned), overlaps_of(planned)
     print_plan(planned, advice, overlaps, sources, console)
     options.save_json(plan_figures(planned, advice, overlaps, sources))
@@ -122,7 +125,7 @@ def print_plan(
         console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}")
     if planned.choice is not None:
         console.print(f"  {planned.choice}")
-    for sentence in _placement(planned):
+    for sentence in _said(planned):
         console.print(f"  {sentence}")
     _print_verdict(planned, advice, console)
 
@@ -149,7 +152,9 @@ def plan_figures(
         "choice": str(planned.choice) if planned.choice is not None else None,
         "activations": planned.policy.activations.name if planned.policy.activations is not None else None,
         "device_budget_bytes": planned.policy.device_bytes,
-        "placement": _placement(planned),
+        "streamed_ratio": planned.policy.streamed_ratio,
+        "placement": _said(planned),
+        "is_checkpointing": planned.activations.is_checkpointing,
         "pinned_bytes": planned.pinned_bytes,
         "sources": list(sources),
         "frozen_disk_bytes": planned.plan.frozen_disk_bytes,
@@ -161,13 +166,13 @@ def plan_figures(
     }
 
 
-def _placement(planned: Planned) -> list[str]:
-    """What was chosen for a GPU, and why; empty where the maths runs on the CPU."""
-    cluster = planned.scenario.cluster
+def _said(planned: Planned) -> list[str]:
+    """What was chosen for a GPU, and whether blocks are recomputed, and why."""
+    cluster, said = planned.scenario.cluster, [planned.recomputation] if planned.recomputation else []
     if cluster.gpu_bytes is None:
-        return []
+        return said
     card = Card(cluster.gpu_bytes, cluster.gpu_others)
-    return say_placement(planned.given, planned.policy, planned.plan, card, planned.activations)
+    return [*say_placement(planned.given, planned.policy, planned.plan, card, planned.activations), *said]
 
 
 def _tier_table(planned: Planned) -> Table:
@@ -357,9 +362,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         words = 'tiermem.durability "none" (one slot on NVMe; a checkpoint is a copy)'
         yield _key(words, "none", "tiermem", "durability")
     if not scenario.is_checkpointing:
-        yield Candidate(
-            "activation checkpointing (--checkpointing)", lambda s: dataclasses.replace(s, is_checkpointing=True)
-        )
+        yield Candidate("activation checkpointing (--checkpointing)", lambda s: s.recomputing)
     micro, accumulation = planned.batch.micro, planned.batch.accumulation
     if micro > 1:
         yield Candidate(

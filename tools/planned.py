@@ -104,26 +104,28 @@ def check_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Budget | None:
     """The budget of a job under its cap; None where it has no cap, or a config that names `host_bytes`.
 
     resident_bytes: of the process with everything imported.
-    Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the smallest cap that is not.
+    Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the smallest cap that is not. Where the
+    job leaves recomputation open, `settle_by_cap` (card.py) comes first.
     """
     if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
         return None
     budget = budget_of(job, job.memory_limit_bytes, resident_bytes, is_gpu)
-    if _fits(job, budget, is_gpu):
+    if fits_budget(job, budget, is_gpu):
         return budget
     small, enough = job.memory_limit_bytes, 2 * job.memory_limit_bytes
-    while not _fits(job, budget_of(job, enough, resident_bytes, is_gpu), is_gpu):
+    while not fits_budget(job, budget_of(job, enough, resident_bytes, is_gpu), is_gpu):
         small, enough = enough, 2 * enough
         if enough > _NO_CAP_BYTES:  # something else is wrong: the start says what
             return budget
     while enough - small > _CAP_STEP_BYTES:
         middle = (small + enough) // 2
-        fits = _fits(job, budget_of(job, middle, resident_bytes, is_gpu), is_gpu)
+        fits = fits_budget(job, budget_of(job, middle, resident_bytes, is_gpu), is_gpu)
         small, enough = (small, middle) if fits else (middle, enough)
     least = f"--memory {-(-enough // _CAP_STEP_BYTES) * (_CAP_STEP_BYTES >> 20)}MiB"
+    smaller = f"{'' if job.is_checkpointing else '--checkpointing or '}a shorter --seq"
     raise Mistake(
         f"--memory {format_bytes(job.memory_limit_bytes)} is too small for this model, and {least} is the smallest that works, "
-        f"or a smaller one with --checkpointing or a shorter --seq ({budget.explain()})",
+        f"or a smaller one with {smaller} ({budget.explain()})",
         {"--memory": least},
     )
 
@@ -139,7 +141,7 @@ def budget_of(job: Job, cap_bytes: int, resident_bytes: int, is_gpu: bool) -> Bu
     return plan_budget(cap_bytes, resident_bytes, activations, home)
 
 
-def _fits(job: Job, budget: Budget, is_gpu: bool) -> bool:
+def fits_budget(job: Job, budget: Budget, is_gpu: bool) -> bool:
     """Whether the plan of a job on one rank fits what a budget leaves for the store."""
     if budget.left_bytes <= 0:
         return False
@@ -176,7 +178,7 @@ class Activations(NamedTuple):
     @staticmethod
     def of(job: Job, is_gpu: bool) -> Activations:
         """Those of a run. Raises ValueError for a shape that lacks a size."""
-        sizes, kept = ModelSizes.of(job.shape), job.is_checkpointing or job.at_once is not None
+        sizes, kept = ModelSizes.of(job.shape), bool(job.is_checkpointing) or job.at_once is not None
         return Activations(sizes, job.batch * job.seq, job.precision, job.compute, kept, is_gpu, job.at_once)
 
     @property
@@ -341,6 +343,12 @@ class Scenario:
     seq: int
     is_checkpointing: bool = False
 
+    @property
+    def recomputing(self) -> Scenario:
+        """The same with blocks computed again in backward; measured maths was measured without that."""
+        compute = self.compute.recomputing() if isinstance(self.compute, Compute) else self.compute
+        return dataclasses.replace(self, compute=compute, is_checkpointing=True)
+
     def compute_of(self, num_tokens: int, is_by_layer: bool) -> Compute:
         """The seconds of the maths of a micro-batch of so many tokens. is_by_layer: with accumulation "layers"."""
         if isinstance(self.compute, Compute):
@@ -391,6 +399,8 @@ class Planned:
     activations: Activations
     choice: Choice | None = None
     """How what a budget leaves open was settled; None: by rule."""
+    recomputation: str | None = None
+    """Whether blocks are recomputed, and why, where that was chosen (card.py)."""
 
     @property
     def tokens_per_s(self) -> float:

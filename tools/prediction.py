@@ -417,7 +417,7 @@ def warn_of_disk(job: Job, measured: Measured | str, predicted_s: float) -> str 
             config = with_key(config, ("zero_optimization", section, "device"), "cpu")
     cluster = Cluster(1, 1, _NO_LIMIT_BYTES if is_accelerator(find_device()) else None)
     compute, rates = measured
-    scenario = Scenario(job.shape, config, cluster, rates, compute, job.seq, job.is_checkpointing)
+    scenario = Scenario(job.shape, config, cluster, rates, compute, job.seq, bool(job.is_checkpointing))
     try:
         planned = plan_scenario(scenario, chooses=False)
     except ValueError:
@@ -456,6 +456,11 @@ class Measured(NamedTuple):
     compute: Compute
     rates: Rates
 
+    @property
+    def recomputing(self) -> Measured:
+        """The same with blocks computed again in backward."""
+        return self._replace(compute=self.compute.recomputing())
+
 
 def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured | str:
     """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it cannot. Blocks.
@@ -467,23 +472,27 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured 
         copy = copy_bytes(job.shape, job.precision, bool(folders), job.compute)
         if room_bytes is not None and copy > room_bytes:
             return f"a small copy of the model takes {copy} bytes and the cap leaves {room_bytes}"
-        maths = measure_maths(job.shape, job.precision, job.batch, job.seq, job.is_checkpointing, folders, job.compute)
+        maths = measure_maths(
+            job.shape, job.precision, job.batch, job.seq, bool(job.is_checkpointing), folders, job.compute
+        )
+        numel = (
+            MOST_KERNEL_NUMEL if room_bytes is None else min(MOST_KERNEL_NUMEL, room_bytes // (2 * _KERNEL_ROOM_BYTES))
+        )
+        rates = Rates(
+            disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
+            disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
+            link_bytes_s=measure_link(find_device()) or Rates.link_bytes_s,
+            kernel_bytes_s=measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)),
+            device_memory_bytes_s=measure_memory(find_device()) or Rates.device_memory_bytes_s,
+            step_passes=step_passes(),
+            gradient_bytes_s=maths.gradient_bytes_s,
+            sum_bytes_s=measure_sums(),
+            use_s=maths.use_s,
+        )
     except ValueError as error:
         return str(error)
     except torch.OutOfMemoryError:
-        return "a small copy of the model does not fit the accelerator's memory"
-    numel = MOST_KERNEL_NUMEL if room_bytes is None else min(MOST_KERNEL_NUMEL, room_bytes // (2 * _KERNEL_ROOM_BYTES))
-    rates = Rates(
-        disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
-        disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
-        link_bytes_s=measure_link(find_device()) or Rates.link_bytes_s,
-        kernel_bytes_s=measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)),
-        device_memory_bytes_s=measure_memory(find_device()) or Rates.device_memory_bytes_s,
-        step_passes=step_passes(),
-        gradient_bytes_s=maths.gradient_bytes_s,
-        sum_bytes_s=measure_sums(),
-        use_s=maths.use_s,
-    )
+        return "what is measured, such as a small copy of the model, does not fit the accelerator's memory"
     return Measured(maths.compute, rates)
 
 

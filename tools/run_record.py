@@ -380,6 +380,7 @@ class RunRecord(Observer):
                     "choice",
                     "placement",
                     "compute",
+                    "is_checkpointing",
                 )
             },
             "nvme_read_bytes": self._moved("read"),

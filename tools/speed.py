@@ -142,10 +142,10 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
         )
     micro = micro_batch_of(config, 1)
     try:
-        return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders, compute)
+        return measure_maths(shape, precision, micro, options.seq, bool(options.is_checkpointing), folders, compute)
     except torch.OutOfMemoryError:
         raise ValueError(
-            "a small copy of the model, to measure how fast this GPU computes, does not fit it: give --flops"
+            "a small copy of the model, to measure how fast this GPU computes, does not fit it: give --checkpointing or --flops"
         ) from None
 
 

@@ -81,6 +81,7 @@ def train(options: TrainOptions, console: Console) -> int:
         console.print(
             f"{options.tuned} keeps what this run has seen of its disks: tiermem plan --rates {options.tuned}"
         )
+    job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as ours has chosen
     runs = [run]
     for peer in peers:
         runs += _run_peer(peer, job, folder, options, console)
@@ -128,11 +129,13 @@ def _check_memory(job: Job, console: Console) -> None:
         return
     with console.status("looking for the smallest --memory that works"):
         from tiermem.swap.accelerator import find_device, is_accelerator  # torch: the launcher does without
+        from tiermem.tools.card import settle_by_cap
         from tiermem.tools.planned import INTERPRETER, check_cap
         from tiermem.tools.prediction import settle_compute
 
         settled = dataclasses.replace(job, config=settle_compute(job.config, job.shape)[0])
-        check_cap(settled, INTERPRETER.num_bytes, is_accelerator(find_device()))
+        asked = INTERPRETER.num_bytes, is_accelerator(find_device())
+        check_cap(settle_by_cap(settled, *asked), *asked)
 
 
 class _Log(Observer):

@@ -173,6 +173,7 @@ class Resumed(NamedTuple):
     config: dict[str, Any] | None  # of a run that was given one
     options: dict[str, Any]
     compute_dtype: str = "storage"  # in which its products were made
+    streamed_part: float = 0.0  # of its tiles elsewhere: those that an accelerator stepped
 
 
 def options_to_save(
@@ -189,13 +190,12 @@ def find_resumed(where: Path) -> Resumed:
     another program saved."""
     from tiermem.checkpoint.opening.source import Source  # imports torch
 
-    found: list[tuple[int, Path, Any, str]] = []
+    found: list[tuple[Path, Any]] = []
     for place in _places(where):
         with Source.open(place) as source:
-            client = source.manifest.client_state
-            found.append((source.manifest.step, source.place, client, source.manifest.compute_dtype))
-    step, place, client, compute_dtype = max(found, key=lambda each: each[0])
-    saved = client.get(CLIENT_KEY) if isinstance(client, dict) else None
+            found.append((source.place, source.manifest))
+    place, manifest = max(found, key=lambda each: each[1].step)
+    saved = manifest.client_state.get(CLIENT_KEY) if isinstance(manifest.client_state, dict) else None
     if not isinstance(saved, dict):
         raise ValueError(
             f"--resume: {place} was not saved by tiermem train, so it does not say how to go on; open it with "
@@ -204,7 +204,8 @@ def find_resumed(where: Path) -> Resumed:
     try:
         options = {field: saved[field] for field in (*_CARRIED, "is_checkpointing") if field not in _ADDED}
         options |= {field: saved.get(field) for field in _ADDED}
-        return Resumed(place, step, str(saved["name"]), dict(saved["shape"]), saved["config"], options, compute_dtype)
+        kept = manifest.compute_dtype, manifest.streamed_part
+        return Resumed(place, manifest.step, str(saved["name"]), dict(saved["shape"]), saved["config"], options, *kept)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--resume: {place}: what tiermem train saved of itself is not complete: {error}") from error
 
@@ -221,8 +222,9 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
         if getattr(options, name) in (None, ()) and resumed.options[name] is not None:
             saved = resumed.options[name]
             taken[name] = tuple(Path(each) for each in saved) if name in _PATHS else saved
-    both = options.is_checkpointing or bool(resumed.options["is_checkpointing"])
-    found = dataclasses.replace(options, is_checkpointing=both, **taken)
+    if options.is_checkpointing is None:
+        taken["is_checkpointing"] = resumed.options["is_checkpointing"]
+    found = dataclasses.replace(options, **taken)
     if found.steps is not None and found.steps <= resumed.step:
         raise ValueError(
             f"--resume: {resumed.place} has {resumed.step} steps behind it, and --steps counts from the first: give more than "
@@ -271,8 +273,8 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         probe_path(_existing(options.save.absolute()))
     batch, seq = options.batch or 1, options.seq or DEFAULT_SEQ
     config, own = _config(options, resumed, folder, batch)
-    if resumed is not None and config.get("tiermem", {}).get("compute_dtype") == "measured":
-        config = with_key(config, ("tiermem", "compute_dtype"), resumed.compute_dtype)
+    if resumed is not None:
+        config = _with_kept(config, resumed)
     nvme = [Path(path) for path in nvme_folders(config)]
     for path in nvme:
         if path != folder:
@@ -292,7 +294,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         batch=micro_batch_of(config, batch),
         seed=seed,
         precision=precision_of(config),
-        is_checkpointing=options.is_checkpointing or (config.get("tiermem") or {}).get("accumulation") == "layers",
+        is_checkpointing=recomputes_blocks(options.is_checkpointing, config),
         memory_limit_bytes=options.memory_bytes,
         threads=options.threads,
         nvme_paths=[str(path) for path in nvme],
@@ -303,6 +305,29 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         sustained=options.sustained,
         to_save=options_to_save(options, name, shape, own),
     )
+
+
+def recomputes_blocks(is_asked: bool | None, config: Config) -> bool | None:
+    """Whether blocks are recomputed in backward: as asked, but layer by layer always; None: that is to be chosen.
+
+    Raises Mistake where a config of layer by layer is not to recompute them.
+    """
+    if (config.get("tiermem") or {}).get("accumulation") != "layers":
+        return is_asked
+    if is_asked is False:
+        said = '--no-checkpointing with accumulation "layers", which computes blocks again in backward'
+        raise Mistake(said, {"--no-checkpointing": ""})
+    return True
+
+
+def _with_kept(config: Config, resumed: Resumed) -> Config:
+    """The config with what this machine would choose as the saved run had it, because it may change bits."""
+    own = config.get("tiermem") or {}
+    if own.get("compute_dtype") == "measured":
+        config = with_key(config, ("tiermem", "compute_dtype"), resumed.compute_dtype)
+    if own.get("streamed_ratio") is None:
+        config = with_key(config, ("tiermem", "streamed_ratio"), resumed.streamed_part)
+    return config
 
 
 def _config(options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int) -> tuple[Config, Config | None]:

@@ -32,7 +32,7 @@ from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.bench.sustained import measure_sustained_disks
-from tiermem.tools.card import Card, Room, choose_config
+from tiermem.tools.card import NO_OTHER_WAY, Card, Chosen, Room, choose_config, recomputes, settle_by_cap
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
 from tiermem.tools.planned import Activations, Budget, budget_of, check_cap, meta_model, state_bytes, transformers
@@ -65,24 +65,25 @@ class Trainer:
         self._compute: str | None = None  # how the dtype of products was chosen
         self._choice: str | None = None  # how what the budget leaves open was settled
         self._placement: list[str] = []  # what was chosen for an accelerator, with the arithmetic
+        self._recomputation: str | None = None  # whether blocks are recomputed, and why
         self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
 
     def run(self) -> None:
         """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
         job = self._job
         resident_bytes = load_model_classes(job)
-        job = self._job = self._settle_compute(job)
-        config = self._config_within_cap(resident_bytes)
+        job = self._job = self._settle_by_room(self._settle_compute(job), resident_bytes)
         ceiling = self._measure_ceiling()
         self._channel.phase("measuring the maths")
         measured = measure(job, self._budget.left_bytes if self._budget is not None else None, ceiling)
         give_back_free_memory()
         forget_peak()
-        config = self._choose(config, None if isinstance(measured, str) else measured, resident_bytes)
+        config, measured = self._choose(measured, resident_bytes)
+        job = self._job
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
             model = build_model(
-                job.shape, job.seed, job.is_checkpointing, job.batch * job.seq, config_dict_or_path=config
+                job.shape, job.seed, bool(job.is_checkpointing), job.batch * job.seq, config_dict_or_path=config
             )
             self._channel.phase("initialize")
             engine = self._initialize(model, config)
@@ -139,27 +140,52 @@ class Trainer:
         if text is not None:
             self._channel.send("warning", text=text)
 
-    def _config_within_cap(self, resident_bytes: int) -> Config:
-        self._budget = check_cap(self._job, resident_bytes, is_accelerator(find_device()))
-        config = self._job.config
-        return config if self._budget is None else with_host_bytes(config, self._budget.left_bytes)
+    def _settle_by_room(self, job: Job, resident_bytes: int) -> Job:
+        """The job, recomputing blocks if it leaves that open and memory has no room otherwise. Finds the budget under a cap."""
+        is_gpu = is_accelerator(find_device())
+        settled = settle_by_cap(job, resident_bytes, is_gpu)
+        self._budget = check_cap(settled, resident_bytes, is_gpu)
+        if settled.is_checkpointing is None:
+            try:
+                self._chosen(settled, None, resident_bytes)
+            except ValueError:  # of the accelerator
+                settled = dataclasses.replace(job, is_checkpointing=True)
+        self._recomputation = NO_OTHER_WAY if settled.is_checkpointing != job.is_checkpointing else None
+        return settled
 
-    def _choose(self, config: Config, measured: Measured | None, resident_bytes: int) -> Config:
-        """The config with what the budgets of host memory and of an accelerator leave open chosen: by predicted time, or, where
-        nothing was measured, by rule."""
-        job, device = self._job, find_device()
-        activations = Activations.of(job, is_accelerator(device))
-        room = Room(Card.here(device), self._budget.left_bytes if self._budget is not None else None)
+    def _choose(self, measured: Measured | str, resident_bytes: int) -> tuple[Config, Measured | str]:
+        """The config with what the budgets leave open chosen, recomputation too, and the maths as it is then."""
+        job, speed = self._job, None if isinstance(measured, str) else measured
         try:
-            config, self._choice, self._placement = choose_config(config, job.shape, measured, activations, room)
+            chosen = self._chosen(job, speed, resident_bytes)
         except ValueError as error:
             raise ValueError(
                 f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config to try it"
             ) from error
+        if job.is_checkpointing is None and speed is not None and chosen.tried is not None:
+            recomputing = dataclasses.replace(job, is_checkpointing=True)
+            with contextlib.suppress(ValueError):  # a single block takes more memory so
+                again = self._chosen(recomputing, speed.recomputing, resident_bytes)
+                is_better, self._recomputation = recomputes(chosen.tried, again.tried)
+                if is_better:
+                    job, chosen, measured = recomputing, again, speed.recomputing
+        self._job, self._choice, self._placement = job, chosen.how, chosen.placement
         if self._budget is not None:  # the inputs of blocks may rest elsewhere now
-            chosen = dataclasses.replace(job, config=config)
-            self._budget = budget_of(chosen, self._budget.cap_bytes, resident_bytes, is_accelerator(device))
-        return config
+            settled = dataclasses.replace(job, config=chosen.config)
+            is_gpu = is_accelerator(find_device())
+            self._budget = budget_of(settled, self._budget.cap_bytes, resident_bytes, is_gpu)
+        return chosen.config, measured
+
+    def _chosen(self, job: Job, measured: Measured | None, resident_bytes: int) -> Chosen:
+        """What the budgets of host memory and of an accelerator leave open, chosen by predicted time or, where nothing was
+        measured, by rule. Raises ValueError where the accelerator has no room."""
+        device, config, host_bytes = find_device(), job.config, None
+        is_gpu = is_accelerator(device)
+        if self._budget is not None:
+            host_bytes = budget_of(job, self._budget.cap_bytes, resident_bytes, is_gpu).left_bytes
+            config = with_host_bytes(config, host_bytes)
+        room = Room(Card.here(device), host_bytes)
+        return choose_config(config, job.shape, measured, Activations.of(job, is_gpu), room)
 
     def _measure_ceiling(self) -> dict[str, Any] | None:
         """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""
@@ -200,7 +226,8 @@ class Trainer:
             ceiling=ceiling,
             predicted=predicted,
             choice=self._choice,
-            placement=self._placement,
+            placement=[*self._placement, *([self._recomputation] if self._recomputation else [])],
+            is_checkpointing=bool(self._job.is_checkpointing),
             compute=self._compute,
             versions={
                 "tiermem": tiermem.__version__,

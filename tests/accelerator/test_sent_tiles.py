@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,11 @@ from twins import Tower, loss_of, seeded
 import tiermem
 from accelerator import clock
 from accelerator.clock import Rate
-from accelerator.test_device_step import HOMES, build, muon, policy_of
+from accelerator.test_device_step import HOMES, OPTIMIZERS, build, muon, policy_of, train
+from accelerator.test_parity import differences
 from tiermem import OffloadPolicy, Tier
+from tiermem.forecast import Rates, choose
+from tiermem.forecast.rates import Compute
 from tiermem.optim.tile import Tile, sent_bytes
 from tiermem.optim.tiles import StateTiles
 
@@ -42,6 +46,16 @@ def test_what_stays_on_the_device_is_not_sent(sim: ModuleType, tmp_path: Path) -
     with tiermem.shard(model, policy, device="sim") as shards:
         tiles = tiles_of(tiermem.AdamW(model.parameters()), shards)
         assert {(tile.home, tile.is_sent) for tile in tiles} == {(Tier.DEVICE, False), (Tier.HOST, True)}
+
+
+def test_a_part_that_the_forecast_chooses_trains_to_the_same_bits(sim: ModuleType, tmp_path: Path) -> None:
+    policy = policy_of("compact", tmp_path, params=Tier.HOST, optim=Tier.HOST, host_bytes=1 << 28)
+    fast_link = Rates(1e9, 1e9, link_bytes_s=50e9, kernel_bytes_s=1e9, tile_s=0)
+    choice = choose(build("compact"), policy, fast_link, Compute(1e-12, 2e-12), is_gpu=True)
+    assert choice.policy.streamed_ratio
+    kept = dataclasses.replace(policy, streamed_ratio=0.0)
+    sent, stepped = (train(OPTIMIZERS["AdamW"], "compact", "sim", each) for each in (choice.policy, kept))
+    assert differences(sent, stepped) == []
 
 
 def test_without_an_accelerator_none_is_sent(tmp_path: Path) -> None:

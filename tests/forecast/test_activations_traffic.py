@@ -81,8 +81,11 @@ def test_a_step_on_the_device_takes_its_time_and_crosses_no_link() -> None:
     numel = sum(param.numel() for param in tall().parameters())
     assert plan.steps_there and plan.grads is Tier.DEVICE
     assert forecast.busy_s["maths"]["step"] == pytest.approx(numel * EXACT / 50e9, rel=0.01)
-    once = played(None, True, rates=dataclasses.replace(rates, step_passes=1), **there)[1]
+    once = played(None, True, rates=dataclasses.replace(rates, step_passes=1, tile_s=0), **there)[1]
     assert once.busy_s["maths"]["step"] == pytest.approx(numel * (24 + 2 + 2) / 50e9, rel=0.01)
+    slow = dataclasses.replace(rates, step_passes=1, tile_s=1e-3)  # of Python, which issues a tile's step
+    num_tiles = sum(-(-unit.shard_numel // (1 << 16)) for unit in plan.division.units)
+    assert played(None, True, rates=slow, **there)[1].busy_s["maths"]["step"] == pytest.approx(num_tiles * 1e-3)
     on_host = played(None, True, rates=rates, params=Tier.DEVICE, optim=Tier.HOST, grads=Tier.HOST)[1]
     added = forecast.busy_s["maths"]["backward"] - on_host.busy_s["maths"]["backward"]
     assert added == pytest.approx(2 * numel * (4 + NORM) / 50e9, rel=0.02)  # of two micro-batches: copied, summed
@@ -205,6 +208,61 @@ def test_a_card_to_fill_makes_no_plan_much_slower(host_mib: int, compute: Comput
     choice = chosen(300, compute, host_bytes=host_mib * MIB)
     # the best of a search may be slower by the least gain of a change, and the second search's must be 10 % faster
     assert choice.chosen.forecast.total_s <= 1.02 * 1.1 * without.chosen.forecast.total_s
+
+
+FAST_LINK = dataclasses.replace(RATES, link_bytes_s=50e9, kernel_bytes_s=10e9)
+
+
+def on_host(rates: Rates, compute: Compute = FAST_MATHS, **fields: Any) -> Choice:
+    return chosen(400, compute, rates, **{"params": Tier.HOST, "optim": Tier.HOST} | fields)
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_tiles_are_sent_to_the_device_where_that_is_far_faster(home: Tier) -> None:
+    """With kernels that are slower than the link; and not where the link is slow, or the policy says how many."""
+    rates = dataclasses.replace(FAST_LINK, disk_read_bytes_s=1e12, disk_write_bytes_s=1e12)
+    choice, kept = (on_host(rates, optim=home, **own) for own in ({}, {"streamed_ratio": 0.0}))
+    assert choice.policy.streamed_ratio and choice.chosen.plan.streamed_part == choice.policy.streamed_ratio
+    assert 1.1 * choice.chosen.forecast.total_s < kept.chosen.forecast.total_s
+    assert choice.chosen.plan.device_bytes <= 400 * MIB - WORKING - 2 * INPUT
+    assert f"the accelerator steps a part of {choice.policy.streamed_ratio} of the tiles that rest elsewhere: " in str(
+        choice
+    )
+    assert kept.policy.streamed_ratio == 0.0
+    slow = dataclasses.replace(rates, link_bytes_s=1e9, kernel_bytes_s=50e9)
+    assert on_host(slow, optim=home).policy.streamed_ratio is None
+
+
+@pytest.mark.parametrize("fields", [{"streamed_ratio": 0.5}, {"optim_ratio": 0.5}], ids=str)
+def test_merged_tiles_take_the_time_of_single_ones_where_two_places_step(fields: dict[str, float]) -> None:
+    """With tiles of the CPU and of the accelerator in turns."""
+    own = policy(params=Tier.HOST, optim=Tier.HOST, host_bytes=None, **fields | {"tile_numel": 1 << 14})
+    model, topology = tall(), Topology(None, 0, 1, 1, 0)
+    division = divide(model, own, 1)
+    plan, uses = make_plan(division, own, topology, True, 1), uses_of(model, division, FAST_MATHS)
+    rates = dataclasses.replace(FAST_LINK, tile_s=0)
+    whole, merged = (
+        forecast_step(division, plan, own, topology, uses, rates, True, most_tiles=most) for most in (20_000, 100)
+    )
+    assert merged.moved_bytes == whole.moved_bytes
+    assert merged.limits_s == pytest.approx(whole.limits_s)
+    assert merged.seconds["step"] == pytest.approx(whole.seconds["step"], rel=0.1)
+
+
+def test_a_gain_of_4_percent_or_a_card_without_room_for_buffers_sends_no_tiles() -> None:
+    slower = dataclasses.replace(FAST_LINK, link_bytes_s=5e9)
+    little, kept, sent = (on_host(slower, **own) for own in ({}, {"streamed_ratio": 0.0}, {"streamed_ratio": 0.5}))
+    assert 1.03 < kept.chosen.forecast.total_s / sent.chosen.forecast.total_s < 1.1
+    assert little.policy.streamed_ratio is None
+    least = on_host(FAST_LINK, device_bytes=12 * MIB).chosen.plan.device_bytes  # two unit buffers beside those of tiles
+    assert on_host(FAST_LINK, device_bytes=least - 1).policy.streamed_ratio is None
+    assert on_host(FAST_LINK, device_bytes=least).policy.streamed_ratio == 1.0
+
+
+def test_no_tiles_are_sent_where_maths_hides_the_kernels_or_the_device_steps_all() -> None:
+    """A step that an accelerator takes part in ends before the next forward; one of the CPU goes on under it."""
+    assert on_host(FAST_LINK, SLOW_MATHS, device_bytes=60 * MIB).policy.streamed_ratio is None
+    assert on_host(FAST_LINK, params=Tier.DEVICE, optim=Tier.DEVICE).policy.streamed_ratio is None
 
 
 def test_what_a_policy_names_is_kept() -> None:

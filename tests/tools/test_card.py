@@ -42,20 +42,29 @@ def chosen(card_mib: int, speed: Any = SPEED, num_tokens: int = 1024, **own: Any
     """What is set in the config's own section, and the lines."""
     config = CONFIG | {"tiermem": CONFIG.get("tiermem", {}) | own}
     card = Card(card_mib * MIB, ())
-    found, how, said = choose_config(config, SHAPE, speed, activations(num_tokens), Room(card, None))
+    found, how, said, _ = choose_config(config, SHAPE, speed, activations(num_tokens), Room(card, None))
     assert (how is None) == (speed is None or not said)
     return {name: found["tiermem"].get(name) for name in ("device_bytes", "activations")}, "; ".join(said)
 
 
-def test_7b_on_a_card_of_24_gb_keeps_all_weights_there(tmp_path: Path) -> None:
-    """With 64 GB of RAM and nothing said of the card's use: no unit is fetched."""
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"is_checkpointing": True, "host_bytes": 64 * GIB, "nvme_rate": "7,5", "is_duplex": True},
+        {"host_bytes": 58 * GIB},  # the command of docs/sizing.md
+    ],
+)
+def test_7b_on_a_card_of_24_gb_keeps_all_weights_there(given: dict[str, Any], tmp_path: Path) -> None:
+    """With 64 GB of RAM and nothing said of the card's use: no unit is fetched. Blocks are recomputed, said or not."""
     file, text = tmp_path / "plan.json", io.StringIO()
-    machine = {"gpu_bytes": 24 * GIB, "host_bytes": 64 * GIB, "nvme_rate": "7,5", "is_duplex": True}
-    options = PlanOptions(preset="7b", is_checkpointing=True, json_file=file, **machine)
-    assert plan(options, Console(file=text, width=400)) == EXIT_FITS
+    options = PlanOptions(preset="7b", gpu_bytes=24 * GIB, json_file=file, **given)
+    assert plan(options, Console(file=text, width=600)) == EXIT_FITS
     found = json.loads(file.read_text())
-    first, second = found["placement"]
-    assert first in text.getvalue() and second in text.getvalue()
+    first, second, *third = found["placement"]
+    assert all(sentence in text.getvalue() for sentence in found["placement"])
+    assert found["is_checkpointing"] and len(third) == ("is_checkpointing" not in given)
+    said = r"checkpointing: blocks are recomputed in backward: 35 of 35 units stay on the GPU with that, 23 without; "
+    assert all(re.match(said + r"[\d.]+ s a step are predicted with that, [\d.]+ s without", each) for each in third)
     stay = re.search(r"(\d+) of (\d+) units stay on the GPU", first)
     assert stay is not None and stay[1] == stay[2] and "stay on the GPU" in second
     assert found["rank_bytes"]["DEVICE"] <= 24 * GIB

@@ -39,6 +39,7 @@ def test_every_chosen_field_is_a_key_that_means_it() -> None:
         "tile_buffers": 6,
         "unit_buffers": 2,
         "host_param_numel": 12_345,
+        "streamed_ratio": 0.5,
     }
     policy = load_config(with_choice(config(), fields)).policy()
     assert {name: getattr(policy, name) for name in fields} == fields
@@ -52,12 +53,12 @@ def test_a_choice_leaves_the_given_config_alone() -> None:
 
 
 def test_a_run_on_a_slow_disk_keeps_units_by_a_key_of_its_config() -> None:
-    chosen, line, _ = choose_config(config(96 << 20), SHAPE, *GIVEN)
+    chosen, line, *_ = choose_config(config(96 << 20), SHAPE, *GIVEN)
     assert line is not None and "units of up to" in line
     assert chosen["zero_optimization"]["offload_param"]["max_in_cpu"] > 0
     assert load_config(chosen).policy().host_param_numel == chosen["zero_optimization"]["offload_param"]["max_in_cpu"]
 
 
 def test_without_a_budget_and_where_nothing_fits_there_is_nothing_to_say() -> None:
-    assert choose_config(config(), SHAPE, *GIVEN) == (config(), None, [])
-    assert choose_config(config(1 << 20), SHAPE, *GIVEN) == (config(1 << 20), None, [])
+    assert choose_config(config(), SHAPE, *GIVEN) == (config(), None, [], None)
+    assert choose_config(config(1 << 20), SHAPE, *GIVEN) == (config(1 << 20), None, [], None)

@@ -146,6 +146,7 @@ def refused(folder: Path, **own: Any) -> str:
     config = {"bf16": {"enabled": True}, "optimizer": optimizer, "zero_optimization": {"stage": 3}, "tiermem": own}
     (folder / "ds.json").write_text(json.dumps({**config, "train_micro_batch_size_per_gpu": 8}))
     words = ["train", "--config", "config.json", "--deepspeed-config", "ds.json", "--seq", "128", "--steps", "2"]
+    words += ["--no-checkpointing"]
     done = subprocess.run(
         [sys.executable, "-m", "tiermem.tools.cli", *words],
         cwd=folder,
@@ -215,6 +216,36 @@ def test_training_sends_inputs_of_blocks_from_a_card_that_has_no_room_for_them(t
     assert "and stay on the GPU" in roomy["placement"][1]
     assert out["device_memory"]["peak_reserved_bytes"] <= capacity
     assert out["losses"] == roomy["losses"]
+
+
+@pytest.mark.slow
+def test_training_recomputes_blocks_where_a_card_has_no_room_for_what_they_keep(tmp_path: Path) -> None:
+    """Unless it is told to or not to; a resume is free to choose again. No bit of a loss is another."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 12}))
+    sizes = ["--config=config.json", "--offload=cpu", "--seq=128", "--batch=16", "--precision=fp32"]
+
+    def losses_of(card_bytes: int, *words: str, recomputes: bool, said: str) -> list[float]:
+        command = [sys.executable, "-m", "tiermem.tools.cli", "train", "--json=out", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(TIERMEM_SIM_CAPACITY=str(card_bytes)), capture_output=True, text=True,
+            timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        out = json.loads((tmp_path / "out").read_text())
+        assert out["is_checkpointing"] is recomputes
+        assert said in out["placement"][-1] and said in done.stdout
+        return list(out["losses"])
+
+    small, roomy = 60_000_000, 300_000_000  # autograd keeps 109 MiB
+    why = "checkpointing: blocks are recomputed in backward, since what they would keep leaves no room for a plan"
+    first = losses_of(small, *sizes, "--steps=1", "--save=ck", recomputes=True, said=why)
+    why = "checkpointing: no block is recomputed in backward: "
+    second = losses_of(roomy, "--resume=ck", "--steps=2", recomputes=False, said=why)
+    told = losses_of(
+        roomy, *sizes, "--steps=2", "--no-checkpointing", recomputes=False, said="since no block is recomputed"
+    )
+    assert first + second == told
 
 
 CONTEXT = """

@@ -94,7 +94,7 @@ def test_a_cap_that_is_far_too_small_is_answered_before_a_process_is_started(
     with pytest.raises(SystemExit):
         main(["train", "--preset", "419m", "--memory", "300MiB", "--precision", "bf16"])
     found = re.search(r"and --memory (\d+)MiB is the smallest that works", capsys.readouterr().err)
-    assert found and 700 < int(found[1]) < 1000
+    assert found and 600 < int(found[1]) < 700  # with blocks recomputed
     assert list(tmp_path.iterdir()) == []
 
 

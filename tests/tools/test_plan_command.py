@@ -17,6 +17,7 @@ import torch
 
 import tiermem
 from tiermem.forecast import Rates
+from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import (
     DEVICE_TO_HOST,
     HOST_TO_DEVICE,
@@ -26,6 +27,7 @@ from tiermem.forecast.steps import (
     RANK_TO_RANK,
 )
 from tiermem.policy import Tier
+from tiermem.tools.card import NO_OTHER_WAY, plan_open
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import PlanOptions
 from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, advise, plan, tiling_hint
@@ -89,6 +91,51 @@ def test_a_plan_needs_no_config() -> None:
     assert "2 x 64 tokens" in said and "rest on NVME" in said
     assert "computing: 1.5e+14 operations a second a rank, assumed: give --flops" in said
     assert "disk: 3 GB/s read, 2 written, assumed" in said
+
+
+@pytest.mark.parametrize(
+    ("card_mib", "flops", "is_recomputing", "said"),
+    [
+        (4.0, 1e13, True, "since what they would keep leaves no room for a plan"),
+        (4.5, 1e13, True, "6 of 6 units stay on the GPU with that, 2 without; "),
+        (4.5, 1e10, False, "6 of 6 units stay on the GPU with that, 2 without; "),  # slow maths
+        (64, 1e13, False, "no block is recomputed in backward: "),
+    ],
+)
+def test_blocks_are_recomputed_where_that_keeps_units_on_the_gpu_or_fits_alone(
+    card_mib: float, flops: float, is_recomputing: bool, said: str
+) -> None:
+    speed, cluster = (Rates(1e9, 0.5e9, link_bytes_s=1e9), flops), Cluster(1, 1, int(card_mib * (1 << 20)), GIB)
+    scenario = Scenario(TINY, config_of("cpu"), cluster, *speed, 64)
+    chosen = plan_open(scenario, None)
+    assert chosen.activations.is_checkpointing is is_recomputing and not chosen.problems
+    assert chosen.recomputation is not None and said in chosen.recomputation
+    for is_said in (True, False):
+        told = plan_open(scenario, is_said)
+        assert told.activations.is_checkpointing is is_said and told.recomputation is None
+        if is_said is is_recomputing:
+            assert told.lines == chosen.lines and told.forecast == chosen.forecast
+        elif not told.problems:
+            assert f"{told.forecast.total_s:.3g} s " in chosen.recomputation
+            assert f"{chosen.forecast.total_s:.3g} s " in chosen.recomputation
+
+
+def test_on_a_cpu_blocks_are_recomputed_where_a_budget_needs_it_and_without_one_they_are_not() -> None:
+    """Measured maths takes the forward of blocks once more."""
+    maths = Compute(1e-9, 2e-9, 0.5, 1.0)
+
+    def within(num_bytes: int | None, told: bool | None = None) -> Planned:
+        return plan_open(Scenario(TINY, config_of("nvme"), Cluster(1, 1, None, num_bytes), SPEED[0], maths, 64), told)
+
+    kept = within(None)
+    assert not kept.activations.is_checkpointing and kept.recomputation is None
+    least, enough = 0, GIB
+    while enough - least > 1 << 16:
+        middle = (least + enough) // 2
+        least, enough = (middle, enough) if within(middle, told=False).problems else (least, middle)
+    again = within(least)
+    assert again.recomputation == NO_OTHER_WAY and not again.problems
+    assert again.scenario.compute == pytest.approx((1e-9, 3e-9, 0.5, 1.0))
 
 
 def test_the_plan_is_that_of_a_real_start(tmp_path: Path) -> None:

@@ -11,9 +11,13 @@ import pytest
 import torch
 from saved_by_hand import write
 
+from tiermem.checkpoint.format.manifest import choices_of
+from tiermem.forecast import Rates
+from tiermem.forecast.rates import Compute
+from tiermem.tools.launcher import Job
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.presets import preset
-from tiermem.tools.train_job import find_resumed, make_job, options_to_save, with_saved
+from tiermem.tools.presets import ModelSizes, preset
+from tiermem.tools.train_job import find_resumed, make_job, options_to_save, with_key, with_saved
 from tiermem.tools.words import Mistake
 
 
@@ -24,18 +28,21 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-def save_step(folder: Path, step: int, tag: str, client_state: dict[str, Any]) -> Path:
-    write(folder, {"weight": {"weight": torch.zeros(3)}}, tag, step=step, client_state=client_state)
+def save_step(folder: Path, step: int, tag: str, client_state: dict[str, Any], streamed_part: float = 0.0) -> Path:
+    choices = choices_of("storage", "auto", streamed_part)
+    write(folder, {"weight": {"weight": torch.zeros(3)}}, tag, step=step, client_state=client_state, choices=choices)
     return folder
 
 
-def saved(folder: Path, text: Path, step: int = 7, tag: str = "step7", **fields: Any) -> Path:
+def saved(
+    folder: Path, text: Path, step: int = 7, tag: str = "step7", streamed_part: float = 0.0, **fields: Any
+) -> Path:
     """A checkpoint that says it was saved by a run of these options."""
     options = TrainOptions(
         preset="151m", data=(text,), **({"seq": 64, "lr": 3e-4, "offload": "cpu", "steps": 20} | fields)
     )
     told = options_to_save(options, "151m-cpu", preset("151m"), None)
-    return save_step(folder, step, tag, {"tiermem train": told})
+    return save_step(folder, step, tag, {"tiermem train": told}, streamed_part)
 
 
 def test_what_is_not_said_again_is_as_it_was(tmp_path: Path, text: Path) -> None:
@@ -58,9 +65,44 @@ def test_the_dtype_of_products_is_that_of_the_saved_step(tmp_path: Path, text: P
 
 
 def make_of(tmp_path: Path, where: Path) -> str:
+    return str(resume(tmp_path, where).config["tiermem"]["compute_dtype"])
+
+
+def resume(tmp_path: Path, where: Path, **given: Any) -> Job:
     resumed = find_resumed(where)
-    job = make_job(with_saved(TrainOptions(resume=where), resumed), resumed.name, tmp_path / "run", resumed)
-    return str(job.config["tiermem"]["compute_dtype"])
+    return make_job(with_saved(TrainOptions(resume=where, **given), resumed), resumed.name, tmp_path / "run", resumed)
+
+
+@pytest.mark.parametrize("part", [0.5, 0.0])
+def test_tiles_that_an_accelerator_steps_are_those_of_the_saved_step(part: float, tmp_path: Path, text: Path) -> None:
+    """Although the machine that goes on would choose others; what a config names is kept."""
+    pytest.importorskip("transformers")
+    from tiermem.tools.card import Card, Room, choose_config
+    from tiermem.tools.planned import Activations
+
+    rates = Rates(1e9, 1e9, link_bytes_s=200e9, kernel_bytes_s=1e9)
+    card = Card(24 << 30, ())
+
+    def part_here(config: dict[str, Any]) -> float:
+        activations = Activations(ModelSizes.of(shape), 64, "bf16", "bf16", True, True)
+        chosen = choose_config(config, shape, (Compute(1e-12, 2e-12), rates), activations, Room(card, None))
+        return float(chosen.config["tiermem"]["streamed_ratio"])
+
+    job, shape = resume(tmp_path, saved(tmp_path / "ck", text, streamed_part=part)), preset("151m")
+    assert part_here(job.config) == part
+    assert part_here(with_key(job.config, ("tiermem", "streamed_ratio"), None)) == 1.0
+    config = with_key(job.config, ("tiermem", "streamed_ratio"), 0.25)
+    told = options_to_save(TrainOptions(data=(text,), seq=64, steps=20), "run", preset("151m"), config)
+    named = resume(tmp_path, save_step(tmp_path / "named", 7, "step7", {"tiermem train": told}, part))
+    assert named.config["tiermem"]["streamed_ratio"] == 0.25
+
+
+def test_whether_blocks_are_recomputed_is_as_it_was_or_as_it_is_said_now(tmp_path: Path, text: Path) -> None:
+    for was in (None, True, False):
+        where = saved(tmp_path / f"ck {was}", text, is_checkpointing=was)
+        assert resume(tmp_path, where).is_checkpointing is was
+        for now in (True, False):
+            assert resume(tmp_path, where, is_checkpointing=now).is_checkpointing is now
 
 
 def test_other_homes_may_be_named(tmp_path: Path, text: Path) -> None:
@@ -98,7 +140,7 @@ def test_a_saved_config_decides_what_a_config_decides(tmp_path: Path, text: Path
     told = options_to_save(TrainOptions(data=(text,), seq=64, steps=20), "run", preset("151m"), config)
     resumed = find_resumed(save_step(tmp_path / "ck", 7, "step7", {"tiermem train": told}))
     job = make_job(with_saved(TrainOptions(), resumed), "run", tmp_path, resumed)
-    assert (job.batch, job.config) == (3, config)
+    assert (job.batch, job.config) == (3, config | {"tiermem": {"streamed_ratio": 0.0}})  # as it was saved
     with pytest.raises(ValueError, match=r"--offload: .* was saved with a config, which decides this"):
         make_job(with_saved(TrainOptions(offload="cpu"), resumed), "run", tmp_path, resumed)
 

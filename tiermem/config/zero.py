@@ -84,7 +84,8 @@ class OwnConfig(ConfigModel):
     gradient_clipping is 0 and there is room, else forward, where it pays."""
     streamed_ratio: Annotated[Number, Field(le=1.0)] | None = OffloadPolicy.streamed_ratio
     """Part of the tiles of states in host memory or on NVMe that is stepped on the GPU: their states, weights and gradients are
-    copied there and back, while the CPU steps the other tiles. Without a GPU it does nothing. Not set: none."""
+    copied there and back, while the CPU steps the other tiles. Without a GPU it does nothing. Not set: none, but
+    `tiermem plan` and `tiermem train` choose it where that is predicted to be 10 % faster."""
     frozen_quant_type: FrozenQuantType | None = OffloadPolicy.frozen_quant_type
     """Keep frozen weights of two dimensions or more in blocks where they rest: int8 (8.5 bits per element) or nf4 (4.5 bits, as
     in QLoRA). The maths and state dicts see them in their own dtype. Stage 3 alone. Not set: as they are."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -190,19 +191,20 @@ def _limits_of(tasks: Sequence[Task]) -> dict[str, float]:
 #                                                                            more states on HOST
 #     budget of the device                what activations leave             none: no unit stays, HOST keeps more states, and a
 #                                                                            step goes on under the next forward
+#     tiles that an accelerator steps     those of states that rest there    half or all of the others, too: the CPU's kernels
+#                                                                            have less to do, and the step ends before forward
 #
 # With a slow disk and fast arithmetic, units on HOST save more: a step reads a byte of a weight twice and writes it once, and
 # moves a byte of fp32 states twice. Where forward and backward hide the reads of units, states on HOST save more.
 
 _LEAST_GAIN = 1.02  # a candidate must be faster by this factor
-_LEAST_GAIN_OF_STREAMING = (
-    1.1  # so must a plan that leaves a device's memory unused: what stays there needs no link, and a
-)
-# forecast may be that far from the truth
+LEAST_FAR_GAIN = 1.1
+"""So must one that sends tiles over a link, or leaves a device's memory unused: a forecast may be that far from the truth."""
 _MOST_TILES = 160  # simulated one by one; above this number, neighbouring tiles are merged
 _ROUNDS = 2
 _TILES = ((1 << 20, 4), (1 << 18, 8))
 _SHARES = (0.5, 1.0)  # fractions of the rest of the budget that units get
+_STREAMED = (0.5, 1.0)  # parts of the tiles on HOST or NVMe that an accelerator steps
 
 Fields = dict[str, Any]
 
@@ -288,8 +290,9 @@ def choose(
 
     It starts with the rule's plan, changes one field at a time, and keeps a change that is predicted to be faster; it repeats
     this once. With a budget of an accelerator it does so again from a plan that keeps no more units there, which must be 10 %
-    faster. Every candidate is planned, so the chosen plan fits. Equal rates give equal choices on all ranks. Without a budget
-    of host memory (`host_bytes`) or of an accelerator (`placements`) the rule's plan is chosen.
+    faster, and so must be a plan that sends tiles to an accelerator (`streamed_ratio`). Every candidate is planned, so the
+    chosen plan fits. Equal rates give equal choices on all ranks. Without a budget of host memory (`host_bytes`) or of an
+    accelerator (`placements`) the rule's plan is chosen.
 
     Args:
         model: a model with the shapes and dtypes of the training; may be on the meta device.
@@ -320,38 +323,68 @@ def choose(
 
     moves = [each.fields(policy) for each in placements]
     rule = _first_that_fits(attempt, moves)
-    is_limited = policy.host_bytes is not None or any(each.device_bytes is not None for each in placements)
-    tried: dict[str, Tried | None] = {_key(rule.fields): rule}  # None: it does not fit
+    search, best = _Search(attempt, functools.partial(_changes, policy, division, topology.num_shards), rule), rule
+    if policy.host_bytes is not None or any(each.device_bytes is not None for each in placements):
+        best = search.improved(rule, moves)
+        if (
+            policy.device_bytes is None and "device_bytes" in rule.fields
+        ):  # the same with host memory for states instead
+            no_budget: Fields = {"device_bytes": None}
+            best = search.far_better(best, [rule.fields | no_budget], [move | no_budget for move in moves])
+        sending = [{"streamed_ratio": part} for part in _STREAMED if _may_send(policy, best.plan)]
+        best = search.far_better(best, [each.fields | sent for each in (rule, best) for sent in sending], moves)
+    return Choice(dataclasses.replace(policy, **best.fields), best, rule, search.num_tried)
 
-    def tried_with(fields: Fields) -> Tried | None:
-        key = _key(fields)
-        if key not in tried:
-            tried[key] = None
-            with contextlib.suppress(ValueError):
-                tried[key] = attempt(fields)
-        return tried[key]
 
-    def improved(best: Tried, moves: Sequence[Fields]) -> Tried:
-        for _ in range(_ROUNDS if is_limited else 0):
+class _Search:
+    """Tries values of the open fields of a policy. Each plan is made and played once.
+
+    Args:
+        attempt: plays the plan with these fields, tiles merged above a number; raises ValueError for one that does not fit.
+        changes: what to try after the best plan so far.
+        rule: the plan to begin with.
+    """
+
+    def __init__(
+        self, attempt: Callable[..., Tried], changes: Callable[[Tried], Iterator[Fields]], rule: Tried
+    ) -> None:
+        self._attempt, self._changes = attempt, changes
+        self._tried: dict[str, Tried | None] = {_key(rule.fields): rule}  # None: it does not fit
+
+    @property
+    def num_tried(self) -> int:
+        """Plans that were played."""
+        return sum(each is not None for each in self._tried.values())
+
+    def improved(self, best: Tried, moves: Sequence[Fields]) -> Tried:
+        """The best plan with one field at a time changed, to one of `moves` or otherwise, if that is faster."""
+        for _ in range(_ROUNDS):
             before = best
-            for change in (*moves, *_changes(policy, division, topology.num_shards, before)):
-                found = tried_with(best.fields | change)
+            for change in (*moves, *self._changes(before)):
+                found = self._try(best.fields | change)
                 if found is not None and found.forecast.total_s * _LEAST_GAIN < best.forecast.total_s:
                     best = found
             if best is before:
                 break
         return best
 
-    best = improved(rule, moves)
-    if policy.device_bytes is None and "device_bytes" in rule.fields:  # the same with host memory for states instead
-        no_budget: Fields = {"device_bytes": None}
-        other = tried_with(rule.fields | no_budget)
-        other = None if other is None else improved(other, [move | no_budget for move in moves])
-        if other is not None and _is_far_faster(other, best):  # merged tiles hide more than whole ones
-            whole = [attempt(each.fields, MOST_TILES) for each in (other, best)]
-            best = other if _is_far_faster(*whole) else best
-    num_tried = sum(each is not None for each in tried.values())
-    return Choice(dataclasses.replace(policy, **best.fields), best, rule, num_tried)
+    def far_better(self, best: Tried, starts: Sequence[Fields], moves: Sequence[Fields]) -> Tried:
+        """What is improved from the fastest of these starts, if it is far faster; else the best so far."""
+        found = [other for fields in starts if (other := self._try(fields)) is not None]
+        if found:
+            other = self.improved(min(found, key=lambda each: each.forecast.total_s), moves)
+            if _is_far_faster(other, best):  # merged tiles hide more than whole ones
+                whole = [self._attempt(each.fields, MOST_TILES) for each in (other, best)]
+                return other if _is_far_faster(*whole) else best
+        return best
+
+    def _try(self, fields: Fields) -> Tried | None:
+        key = _key(fields)
+        if key not in self._tried:
+            self._tried[key] = None
+            with contextlib.suppress(ValueError):
+                self._tried[key] = self._attempt(fields)
+        return self._tried[key]
 
 
 def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = None) -> tuple[Rates, Compute]:
@@ -365,8 +398,14 @@ def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = Non
     return values[0], values[1]
 
 
-def _is_far_faster(streamed: Tried, staying: Tried) -> bool:
-    return streamed.forecast.total_s * _LEAST_GAIN_OF_STREAMING < staying.forecast.total_s
+def _may_send(policy: OffloadPolicy, plan: Plan) -> bool:
+    """Whether tiles that rest elsewhere may be sent to an accelerator, and the policy leaves open how many."""
+    is_open = policy.streamed_ratio is None and not policy.step_in_backward
+    return is_open and bool(plan.on_device) and plan.states is not Tier.DEVICE
+
+
+def _is_far_faster(other: Tried, best: Tried) -> bool:
+    return other.forecast.total_s * LEAST_FAR_GAIN < best.forecast.total_s
 
 
 def _first_that_fits(attempt: Callable[[Fields], Tried], starts: Sequence[Fields]) -> Tried:
@@ -411,5 +450,6 @@ def _words(name: str, value: Any) -> str:
         "activation_bytes": f"{value} bytes for them",
         "device_bytes": f"{value} bytes of the device for the plan" if value else "no more units on the device",
         "host_bytes": f"{value} bytes of host memory",
+        "streamed_ratio": f"the accelerator steps a part of {value} of the tiles that rest elsewhere",
     }
     return words[name]

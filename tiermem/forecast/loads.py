@@ -140,7 +140,10 @@ class TileLoad(NamedTuple):
 def tile_loads(
     units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, shard_rank: int, most_tiles: int = MOST_TILES
 ) -> list[TileLoad]:
-    """Returns the loads of a step in the order of its tiles. Above `most_tiles`, neighbours in one unit are merged."""
+    """Returns the loads of a step in the order of its tiles. Above `most_tiles`, neighbours in one unit are merged.
+
+    An accelerator and the CPU step at the same time, so tiles of one are not merged with tiles of the other.
+    """
     cut: dict[Hashable, list[tuple[int, int]]] = {}  # for all units of equal layout, as a Transformer's blocks
     pieces: list[tuple[Unit, int, int]] = []
     for unit in units:
@@ -237,9 +240,14 @@ def _together(loads: list[TileLoad], num: int) -> list[TileLoad]:
         return loads
     found: list[TileLoad] = []
     for _, of_unit in itertools.groupby(loads, key=lambda load: load.unit):
-        alike = list(of_unit)
-        groups = (alike[i : i + num] for i in range(0, len(alike), num))
-        found += [TileLoad(*(group[0].unit, *map(sum, list(zip(*group, strict=True))[1:]))) for group in groups]
+        alike = list(enumerate(of_unit))
+        groups = []
+        for is_there in (True, False):
+            places = [place for place, load in alike if bool(load.device_bytes) is is_there]
+            groups += [places[i : i + num] for i in range(0, len(places), num)]
+        for group in sorted(groups):
+            _, *sizes = zip(*(alike[place][1] for place in group), strict=True)
+            found.append(TileLoad(alike[0][1].unit, *map(sum, sizes)))
     return found
 
 

@@ -28,6 +28,10 @@ class Compute(NamedTuple):
         rest = (None if each is None else each * num_ranks for each in (self.rest_forward_s, self.rest_backward_s))
         return Compute(self.forward_s * num_ranks, self.backward_s * num_ranks, *rest)
 
+    def recomputing(self) -> Compute:
+        """Returns the seconds of the same maths with every block's forward made again in backward."""
+        return self._replace(backward_s=self.backward_s + self.forward_s)
+
     @staticmethod
     def of_peak(flops: float, num_tokens: int, is_checkpointing: bool = False) -> Compute:
         """Computes seconds from operations per second: 2 per parameter and token forward, 4 backward, 2 to recompute.
@@ -35,7 +39,8 @@ class Compute(NamedTuple):
         Products of activations with each other (attention scores) are left out: about seq / (6 x hidden) of the rest.
         """
         forward = 2 * num_tokens / flops
-        return Compute(forward, forward * (3 if is_checkpointing else 2))
+        plain = Compute(forward, forward * 2)
+        return plain.recomputing() if is_checkpointing else plain
 
 
 @dataclasses.dataclass(frozen=True)

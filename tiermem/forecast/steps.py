@@ -432,7 +432,9 @@ class StepBuilder:
             down = self._cross("to step", "link down", HOST_TO_DEVICE, load.down_bytes, *after)
             passes = self._rates.step_passes
             moved = load.torch_bytes if passes is None else load.device_bytes * passes
-            stepped = self._add("tile on GPU", MATHS, moved / self._rates.device_memory_bytes_s, [down])
+            issuing_s = load.num_tiles * self._rates.tile_s  # by Python, while the device works
+            seconds = max(moved / self._rates.device_memory_bytes_s, issuing_s)
+            stepped = self._add("tile on GPU", MATHS, seconds, [down])
             return self._cross("from step", "link up", DEVICE_TO_HOST, load.up_bytes, stepped)
         lane = KERNELS if self._course.is_gpu else MATHS
         seconds = load.memory_bytes / self._rates.kernel_bytes_s

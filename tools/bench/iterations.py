@@ -155,7 +155,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
         config = job.config if budget is None else with_host_bytes(job.config, budget.left_bytes)
         with large_blocks_mapped():
             model = build_model(
-                job.shape, job.seed, job.is_checkpointing, job.batch * job.seq, config_dict_or_path=config
+                job.shape, job.seed, bool(job.is_checkpointing), job.batch * job.seq, config_dict_or_path=config
             )
             self._engine: Engine = tiermem.initialize(model=model, config=config)[0]
 

@@ -175,7 +175,7 @@ class PlainMaths:
         self._num_batches = 0
         with large_blocks_mapped():  # the heap is then as in the trainings
             self._model = build_plain(
-                job.shape, job.seed, job.is_checkpointing, job.batch * job.seq, DTYPES[job.compute]
+                job.shape, job.seed, bool(job.is_checkpointing), job.batch * job.seq, DTYPES[job.compute]
             )
 
     def run(self, count: int) -> float:
