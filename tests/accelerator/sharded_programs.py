@@ -364,7 +364,7 @@ def held_until_backward_ends(place: Place) -> Found:
     model.embed.requires_grad_(False)
     model.layers.insert(0, model.layers[0])
     place.settle()
-    with place.shard(model) as shards:
+    with place.shard(model, persistence_numel=0) as shards:  # no step writes what the device reads in place
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
 
         def loss_of(number: int) -> torch.Tensor:
@@ -385,7 +385,7 @@ def evaluated_aside(place: Place) -> Found:
     """What an evaluation on a stream of the user's reads is pending while a step counts, and a parameter rests at the next."""
     batches = [[each.to(place.device) for each in batch(step)] for step in range(10)]
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.shard(model, persistence_numel=0) as shards:  # no step writes what the device reads in place
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(5):
             for each in range(2):
