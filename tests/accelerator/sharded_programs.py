@@ -381,27 +381,6 @@ def held_until_backward_ends(place: Place) -> Found:
         return found(shards, model, optim, [loss.detach() for loss in losses])
 
 
-def evaluated_aside(place: Place) -> Found:
-    """What an evaluation on a stream of the user's reads is pending while a step counts, and a parameter rests at the next."""
-    batches = [[each.to(place.device) for each in batch(step)] for step in range(10)]
-    model, losses = seeded(Tower), []
-    with place.shard(model, persistence_numel=0) as shards:  # no step writes what the device reads in place
-        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        for step in range(5):
-            for each in range(2):
-                tokens, targets = batches[2 * step + each]
-                with place.apart() if each else contextlib.nullcontext(), torch.set_grad_enabled(not each):
-                    losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
-                if not each:
-                    losses[-1].backward()
-            optim.step()
-            optim.zero_grad()
-            for layer in model.layers:
-                layer.up.weight.requires_grad_(step not in (2, 3))
-        place.settle()
-        return found(shards, model, optim, [loss.detach() for loss in losses])
-
-
 def branches_stepped_in_backward(place: Place) -> Found:
     """Blocks beside each other, each on a stream of its own: no gradient waits for the step of another block."""
     model, losses = seeded(Tower), []
@@ -732,6 +711,6 @@ PROGRAMS: dict[str, Program] = {
         activations_on_host, activations_on_nvme, activations_of_reentrant_blocks,
         frozen_in_nf4, unfrozen, one_matrix_of_muon,
         seen_from_outside, slept,
-        held_and_let_go, held_until_backward_ends, evaluated_aside, branches_stepped_in_backward,
+        held_and_let_go, held_until_backward_ends, branches_stepped_in_backward,
     )
 }  # fmt: skip
