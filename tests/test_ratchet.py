@@ -25,7 +25,7 @@ ADDED = {
     "a step on the device, whole or in part; what the host's plan counts": (2, 197),
     "PEFT's adapters, frozen weights in int8 and nf4 blocks": (1, 197),
     "optimizers for ordinary parameters and DTensors, averages, exports, Lightning": (4, 1092),
-    "the native step program, a step under the next forward": (4, 919),
+    "the native step program, a step under the next forward": (3, 829),
     "a step under backward, gradients of a device that come to tiles": (3, 379),
     "steps beside maths for weights that rest in memory": (0, 72),
     "bench overlap, overlap in forecasts and pictures, sustained rates": (5, 909),
@@ -43,6 +43,10 @@ ADDED = {
     "one slab for each kind on a device, one wait": (0, 18),
     "gradients that memory still has": (1, 92),
     "runs that are never committed end with their program": (0, 24),
+    "recomputation, and tiles sent to an accelerator, chosen by plan and train": (0, 155),
+    "tiles that are planned beside backward, steps beside an exchange": (0, 73),
+    "what passes between ranks in slabs of a device": (0, 55),
+    "a rank that dies amid a message": (0, 22),
 }
 """What each ability has added since: files, lines. A new ability has a line of its own; nothing else may raise the numbers."""
 
