@@ -132,15 +132,22 @@ void adam_f32(uint64_t n, const tm_streams *streams, const tm_constants *constan
     float *p = (float *)streams->master, *m = (float *)streams->m, *v = (float *)streams->v;
     uint16_t *copy = (uint16_t *)streams->weight;
     const void *grad = streams->grad;
+    for (uint64_t begin = 0; begin < n; begin += PAIR) {
+        prefetch<4, PAIR>(p, begin);
+        prefetch<4, PAIR>(m, begin);
+        prefetch<4, PAIR>(v, begin);
+        prefetch<Grad::BYTES, PAIR>(grad, begin);
+        const int32_t end = (int32_t)(n - begin < PAIR ? n : begin + PAIR);
 #pragma GCC ivdep
-    for (int32_t i = 0; i < (int32_t)n; ++i) {
-        const AdamElement<float> e = adam_moments<is_decoupled>(p[i], m[i], v[i], Grad::load_one(grad, i), c);
-        const float moved = adam_moved(e.p, e.m, e.v, c);
-        m[i] = e.m;
-        v[i] = e.v;
-        p[i] = moved;
-        if (has_copy)
-            copy[i] = to_bf16(moved);
+        for (int32_t i = (int32_t)begin; i < end; ++i) {
+            const AdamElement<float> e = adam_moments<is_decoupled>(p[i], m[i], v[i], Grad::load_one(grad, i), c);
+            const float moved = adam_moved(e.p, e.m, e.v, c);
+            m[i] = e.m;
+            v[i] = e.v;
+            p[i] = moved;
+            if (has_copy)
+                copy[i] = to_bf16(moved);
+        }
     }
 }
 
