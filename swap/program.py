@@ -47,7 +47,7 @@ from tiermem.swap.native import BACKGROUND, NORMAL, Workers, run_steps
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.run_read import SLICE_S, Running, RunRead, serve
 from tiermem.swap.store import TensorStore
-from tiermem.swap.tile_plan import PlanningThread, TilePlan, TilePlans, TileWork
+from tiermem.swap.tile_plan import TilePlan, TilePlans, TileWork
 from tiermem.swap.tile_program import (
     AWAITED,
     ONE_READ,
@@ -80,7 +80,6 @@ class Program(Generic[T]):
         self._begun: list[TilePlan[T]] = []
         self._running: Running[T] | None = None
         self._tentative: Running[T] | None = None
-        self._planning = PlanningThread()  # of tentative runs
         self._helper: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
         self._brought: threading.Thread | None = None  # serves the run under way
         self._left: list[concurrent.futures.Future[None]] = []  # work on tiles of that run, in other threads
@@ -95,8 +94,7 @@ class Program(Generic[T]):
 
     @property
     def begun(self) -> list[T]:
-        """The tiles whose reads have been started before their run, in order. Blocks for plans."""
-        self._planning.join()
+        """The tiles whose reads have been started before their run, in order."""
         return [each.tile for each in self._begun]
 
     def begin(self, tiles: Iterable[T], work: TileWork[T]) -> None:
@@ -105,7 +103,6 @@ class Program(Generic[T]):
         Does nothing if it has been done already. A caller that changes these tiles at home must call `drop`; the run then reads
         them again. Raises OSError.
         """
-        self._planning.join()
         if self._begun or self._running is not None or self._tentative is not None:
             return
         try:
@@ -127,10 +124,6 @@ class Program(Generic[T]):
         All tiles of a tentative run are old. Blocks for transfers in flight; never raises OSError. An interrupt leaves the rest
         to the next call.
         """
-        self._planning.forget()
-        self._drop()
-
-    def _drop(self) -> None:
         with self._reading:
             if (native := self._native) is not None:
                 native.stop()
@@ -141,7 +134,7 @@ class Program(Generic[T]):
                 elif self._tentative is not None:
                     times = native.times(len(self._tentative.planned))
                     self.dropped_bytes += sum(each.written_bytes for each in times if each.is_writing)
-                    self.num_native += self._tentative.tell(self._store.recorder, times)
+                    self._report(native, self._tentative)
             if self._brought is not None:
                 self._brought.join()  # it has ended with the run
             concurrent.futures.wait(self._left)
@@ -200,31 +193,29 @@ class Program(Generic[T]):
             self.drop()
             raise
 
-    def attempt(self, tiles: Sequence[T], work: TileWork[T], total: int, lane: str = "") -> bool:
-        """Gives tiles of one unit to a tentative run, which begins with the first of them. Does not block: a thread plans them.
+    def attempt(self, tiles: Iterable[T], work: TileWork[T], total: int, lane: str = "") -> bool:
+        """Gives tiles to a tentative run, which begins with the first of them. Does not block for transfers.
 
         Its tiles are read, computed and written as those of a run, beside the bytes that they replace. Until `commit` no read
         finds the results. `drop`, `start` and `run` discard them. Tiles that need their caller are left out. What comes later
         goes first, as the next forward needs it, but for tiles that are brought, which become ready in order; what `commit`
-        adds goes before all of these. What `work` looks at stays as it is until `forget` of the unit or `end_attempts`.
+        adds goes before all of these.
 
-        total: the number of tiles of the run that it may become. Of tiles before: raises what `work` raises, NoSlotError and
-        OSError as a write does; then nothing of them is given. False: the run has failed, or another one is under way.
+        total: the number of tiles of the run that it may become. Raises what `work` raises, NoSlotError and OSError as a write
+        does; then nothing is given. False: the run has failed, or another one is under way.
         """
-        if self._running is not None or not self._planning.ended():
+        if self._running is not None:
             return False
-        self._planning.begin(work.unit(tiles[0]), functools.partial(self._attempt, tiles, work, total, lane))
-        return True
-
-    def end_attempts(self) -> bool:
-        """Blocks until the tiles of every `attempt` are given. Raises and returns as `attempt`, for those."""
-        self._planning.join()
-        return self._planning.ended()
+        # The C library gives each thread its own part of the heap: plans would fill the holes that gradients leave here.
+        attempting = self._help().submit(self._attempt, tiles, work, total, lane)
+        try:
+            return attempting.result()
+        finally:
+            concurrent.futures.wait([attempting])  # also after an interrupt
 
     @property
     def attempted(self) -> list[T]:
-        """The tiles of the tentative run, in order. Blocks until they are planned."""
-        self._planning.join()
+        """The tiles of the tentative run, in order."""
         return [] if self._tentative is None else [each.tile for each in self._tentative.planned]
 
     def commit(self, tiles: Sequence[T], work: TileWork[T]) -> None:
@@ -232,7 +223,6 @@ class Program(Generic[T]):
 
         work: does with its tiles what they were given for, to the bit. Raises as `start`.
         """
-        self._planning.join()
         running, self._tentative = self._tentative, None
         assert running is not None
         running.take_on(work)
@@ -245,8 +235,7 @@ class Program(Generic[T]):
             raise
 
     def forget(self, unit: int) -> None:
-        """Before memory changes that `TileWork.kept` has named for a unit: on return no run reads it. Blocks for plans."""
-        self._planning.join(unit)
+        """Before memory changes that `TileWork.kept` has named for a unit: on return no run reads it. Does not block."""
         if self._native is not None:
             self._native.forget(unit)
 
@@ -346,7 +335,6 @@ class Program(Generic[T]):
     def close(self) -> None:
         """Ends a run early, drops what was begun, and ends the thread."""
         self.drop()
-        self._planning.close()
         if self._helper is not None:
             self._helper.shutdown()
         if self._native is not None:
@@ -364,11 +352,11 @@ class Program(Generic[T]):
         for tile in tiles:
             yield self._plans.whole(tile, work, self._first_slot, begun.get(id(tile)))
 
-    def _attempt(self, tiles: Sequence[T], work: TileWork[T], total: int, lane: str) -> bool:
-        """`attempt`, in the thread that plans."""
+    def _attempt(self, tiles: Iterable[T], work: TileWork[T], total: int, lane: str) -> bool:
+        """`attempt`, in the program's thread."""
         is_first = self._tentative is None
         if is_first:
-            self._drop()
+            self.drop()
             self._take_slots()
         try:
             plans = [self._plans.whole(tile, work, self._first_slot, None, is_apart=True) for tile in tiles]
@@ -378,7 +366,7 @@ class Program(Generic[T]):
                 self._tentative = Running([], work, lane, False)
         except BaseException:
             if is_first:
-                self._drop()
+                self.drop()
             raise
         if self._tentative is None:
             self._give_slots_back()
@@ -409,7 +397,7 @@ class Program(Generic[T]):
         return is_given
 
     def _help(self) -> concurrent.futures.ThreadPoolExecutor:
-        """Threads of the program, for what is not to be done in its caller's."""
+        """Threads of the program, for what is not to be done in its caller's: one plans while the other brings."""
         self._helper = self._helper or concurrent.futures.ThreadPoolExecutor(2, "tiermem-program")
         return self._helper
 
@@ -538,11 +526,23 @@ class Program(Generic[T]):
         """Notes what was written, and tells the recorder."""
         failure = program.failure()
         failed = failure.tile if failure is not None and failure.stage == WRITE_STAGE else -1
-        times = program.times(len(running.planned))
-        for index, each in enumerate(times):
-            if each.is_writing:
-                self._note(running, index, index == failed or not each.is_ended)
-        self.num_native += running.tell(self._store.recorder, times)
+        for index, times in enumerate(program.times(len(running.planned))):
+            if times.is_writing:
+                self._note(running, index, index == failed or not times.is_ended)
+        self._report(program, running)
+
+    def _report(self, program: TileProgram, running: Running[T]) -> None:
+        """Tells the recorder what became of the tiles of a run."""
+        planned, work, end_ns = running.planned, running.work, 0
+        ended = program.times(len(planned))
+        for each, times in zip(planned, ended, strict=True):
+            each.tell(self._store.recorder, times, work.name(each.tile), running.lane, running.is_awaited)
+            self.num_native += each.is_native and times.is_ended
+            end_ns = max(end_ns, times.step_ns[1], times.sum_ns[1])
+        for each, times in zip(planned, ended, strict=True):
+            if end_ns and times.write_ns[1] > end_ns and running.is_awaited:
+                self._store.recorder.add("wait", work.name(each.tile), end_ns, times.write_ns[1])
+                end_ns = times.write_ns[1]
 
     # ---- buffers -----------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tiermem.swap.move import Move
-from tiermem.swap.queue import Recorder
 from tiermem.swap.tile_plan import TilePlan, TileWork
-from tiermem.swap.tile_program import TileProgram, TileTimes
+from tiermem.swap.tile_program import TileProgram
 
 T = TypeVar("T")
 
@@ -91,19 +90,6 @@ class Running(Generic[T]):
             if (shown := each.shown) is not None:
                 entry, offset, data = shown
                 self.shown.setdefault(entry, []).append(Shown(index, offset, data.numel()))
-
-    def tell(self, recorder: Recorder, ended: Sequence[TileTimes]) -> int:
-        """Tells a recorder what became of its tiles; returns how many have ended whose work was native steps."""
-        end_ns, num_native = 0, 0
-        for each, times in zip(self.planned, ended, strict=True):
-            each.tell(recorder, times, self.work.name(each.tile), self.lane, self.is_awaited)
-            num_native += each.is_native and times.is_ended
-            end_ns = max(end_ns, times.step_ns[1], times.sum_ns[1])
-        for each, times in zip(self.planned, ended, strict=True):
-            if end_ns and times.write_ns[1] > end_ns and self.is_awaited:
-                recorder.add("wait", self.work.name(each.tile), end_ns, times.write_ns[1])
-                end_ns = times.write_ns[1]
-        return num_native
 
 
 class RunRead:

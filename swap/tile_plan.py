@@ -7,7 +7,6 @@ changed nothing that a read finds.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -73,44 +72,6 @@ class NativeSteps:
         if dither is not None:
             struct.key, struct.step, struct.first_element = dither
         return NativeStep(struct, parts)
-
-
-class PlanningThread:
-    """Plans tiles of one unit after the other in a thread of its own, while its caller goes on. For one caller.
-
-    The C library gives each thread its own part of the heap, so plans do not fill the holes that gradients leave.
-    """
-
-    def __init__(self) -> None:
-        self._thread: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
-        self._due: list[tuple[int, concurrent.futures.Future[bool]]] = []  # (unit, its plan), in order
-
-    def begin(self, unit: int, plan: Callable[[], bool]) -> None:
-        """Calls a function that plans tiles of a unit, after those before it. Does not block."""
-        self._thread = self._thread or concurrent.futures.ThreadPoolExecutor(1, "tiermem-plans")
-        self._due.append((unit, self._thread.submit(plan)))
-
-    def ended(self) -> bool:
-        """Whether all plans that have ended since the last call returned True. Raises an error of theirs. Does not block."""
-        has_planned = True
-        while self._due and self._due[0][1].done():
-            has_planned &= self._due.pop(0)[1].result()
-        return has_planned
-
-    def join(self, unit: int | None = None) -> None:
-        """Blocks until all plans have ended; with a unit, those of this one. Raises no error of theirs. For any thread."""
-        concurrent.futures.wait([each for of, each in list(self._due) if unit in (None, of)])
-
-    def forget(self) -> None:
-        """Blocks as `join`, also for a plan whose `begin` was interrupted, and drops what they returned or raised."""
-        if self._thread is not None:
-            self._thread.submit(lambda: None).result()  # it comes after all of them
-        self._due.clear()
-
-    def close(self) -> None:
-        """Ends the thread, after `forget`."""
-        if self._thread is not None:
-            self._thread.shutdown()
 
 
 class TileWork(Protocol[T_contra]):

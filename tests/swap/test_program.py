@@ -342,7 +342,7 @@ def test_no_python_runs_between_the_read_and_the_write_of_a_native_tile(
     sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
     program.finish()
     waits = {"finish", "_program", "_call_next", "next", "handle", "check_process", "check"}
-    ends = {"has_failed", "failure", "end", "drop", "_drop", "forget", "ended", "add", "<lambda>"}
+    ends = {"has_failed", "failure", "end", "drop", "ended", "add", "<lambda>"}
     assert set(seen) <= waits | ends, seen
     assert len(seen) < 100  # calls that wait for the end, of a tenth of a second each
     check(store, names, [2] * 20, workers)
@@ -794,9 +794,8 @@ def test_a_tentative_run_without_a_free_slot_or_native_work_begins_nothing(
     assert (program.attempted, num_free(pool)) == ([], 2)
     freeze = store.freeze()
     program.run(names, Momentum(store, workers))
-    assert program.attempt(names, Momentum(store, workers), 3)
     with pytest.raises(NoSlotError):
-        program.end_attempts()
+        program.attempt(names, Momentum(store, workers), 3)
     store.thaw(freeze)
     assert (program.attempted, num_free(pool)) == ([], 2)
     program.close()
@@ -808,7 +807,6 @@ def test_a_program_that_is_forgotten_amid_a_tentative_run_ends_its_thread(tmp_pa
     names = put(store, 4)
     program: Program[str] = Program(store, Pool(store.arena, 2 * TILE_BYTES, 2, "tiles"), workers)
     assert program.attempt(names[:2], Momentum(store, workers, brought=names), len(names))
-    assert program.end_attempts()
     thread, gone = program._brought, weakref.ref(program)
     assert thread is not None
     del program
@@ -831,43 +829,14 @@ def test_an_interrupt_while_tiles_are_given_leaves_no_buffer_behind(
     for owner, verb in (Momentum, "steps"), (TileProgram, "run"):
         with monkeypatch.context() as patched:
             patched.setattr(owner, verb, interrupt)
-            program.attempt(names, Momentum(store, workers), 4)
             with pytest.raises(KeyboardInterrupt):
-                program.end_attempts()
+                program.attempt(names, Momentum(store, workers), 4)
         assert (program.attempted, num_free(pool)) == ([], 2)
     assert program.attempt(names[:2], Momentum(store, workers), 4)
     program.commit(names, Momentum(store, workers))
     program.finish()
     check(store, names, [1] * 4, workers)
     program.close()
-
-
-def test_memory_that_a_plan_may_name_is_forgotten_after_the_plan(
-    make_store: Callable[..., TensorStore], workers: Workers
-) -> None:
-    """A unit's gradients stay where they are until its tiles are planned; other units do not wait."""
-    store = make_store(num_slots=2)
-    names, goes_on = put(store, 4), threading.Event()
-
-    class Slow(Momentum):
-        def kept(self, tile: str) -> int:
-            goes_on.wait(10.0)
-            return super().kept(tile)
-
-    program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
-    work = Slow(store, workers)
-    assert program.attempt(names[:1], work, 4)
-    program.forget(work.unit(names[0]) + 1)
-    forgetting = threading.Thread(target=program.forget, args=(work.unit(names[0]),))
-    forgetting.start()
-    forgetting.join(0.05)
-    assert forgetting.is_alive()
-    goes_on.set()
-    forgetting.join(10.0)
-    assert not forgetting.is_alive()
-    assert program.end_attempts()
-    program.close()
-    check(store, names, [0] * 4, workers)
 
 
 @pytest.mark.parametrize("call", [3, 12], ids=["read", "write"])
@@ -877,10 +846,10 @@ def test_a_tentative_run_that_fails_says_so_and_changes_nothing(
     store = make_store(num_slots=2, faults=(Fault(8 + call, "error", errno.EIO),), block_bytes=TILE_BYTES)
     names = put(store, 8)
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 8, "tiles"), workers)
-    assert program.attempt(names, Momentum(store, workers), 9)
+    program.attempt(names, Momentum(store, workers), 8)  # false if it has failed by now
     while not program.has_failed:
         assert program.attempted
-    assert not (program.attempt(names[:1], Momentum(store, workers), 9) and program.end_attempts())
+    assert not program.attempt([], Momentum(store, workers), 8)
     program.run(names, Momentum(store, workers))
     check(store, names, [1] * 8, workers)
     program.close()

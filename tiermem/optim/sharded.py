@@ -79,8 +79,6 @@ class ShardedModel:
             norm = shards.receive_gradients(lambda: self._plan(scale))
             assert norm is not None
             norm /= scale
-            if self._tentative is not None:
-                self._tentative.end_attempts()
             shards.homes.check_all_used()
             shards.prefetcher.empty()
             if self.is_refused(norm):

@@ -18,7 +18,6 @@ need not agree.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -98,7 +97,6 @@ class TentativeStep:
         self._is_attempted = False  # units that come home in this backward are stepped
         self._was_attempted = False  # since the last step
         self._has_changed = False  # a gradient came home again after its unit was stepped
-        self._steps: dict[Shard, AnyStep | None] = {}  # of parameters whose gradients have come home
         self._assumed: dict[Shard, Assumption | None] = {}
         self._waiting: list[LiveUnit] = []  # units whose gradients are on their way to NVMe
 
@@ -107,7 +105,6 @@ class TentativeStep:
         if self._shards.program.attempted:
             self._shards.program.drop()
         self._assumed.clear()
-        self._steps.clear()
         self._waiting.clear()
         self._num_backwards += 1
         self._has_changed = False
@@ -124,15 +121,10 @@ class TentativeStep:
         if any(shard in self._assumed for shard in unit.shards):
             self._has_changed, self._is_attempted = True, False
         for shard in unit.shards:
-            step = self._step_of(shard, self._factor, shard.num_steps + 1) if shard.gradient.takes_more else None
-            self._steps[shard], self._assumed[shard] = step, self._assumption(shard, step, shard.num_steps + 1)
+            self._assumed[shard] = self._assumption(shard, self._factor, shard.num_steps + 1, shard.gradient.takes_more)
         if self._is_attempted:
             self._waiting.append(self._shards.units[unit.index])
             self._attempt()
-
-    def end_attempts(self) -> None:
-        """Before parameters count a step: blocks until what was attempted is under way."""
-        self._note(self._shards.program.end_attempts)
 
     def end(self, scale: float, factor: float | None) -> bool:
         """At a step: whether all facts are as assumed, so that the results count. Parameters have counted the step.
@@ -142,8 +134,8 @@ class TentativeStep:
         has_held = factor is not None and not self._has_changed
         if factor is not None:
             for shard, assumed in self._assumed.items():
-                step = self._step_of(shard, factor, shard.num_steps) if shard.gradient.is_there else None
-                has_held = has_held and assumed == self._assumption(shard, step, shard.num_steps)
+                fact = self._assumption(shard, factor, shard.num_steps, shard.gradient.is_there)
+                has_held = has_held and assumed == fact
         self._history.note(self._num_backwards, has_held, self._was_attempted)
         self._assumed.clear()
         self._waiting.clear()
@@ -166,20 +158,23 @@ class TentativeStep:
         """Steps the units whose gradients are at home."""
         still = [live for live in self._waiting if not self._shards.homes.store.is_home(live.unit)]
         due, self._waiting = [live for live in self._waiting if live not in still], still
-        for live in due:
-            self._note(functools.partial(self._tiles.attempt, live, self._steps.get))
-        if not self._is_attempted:
-            self._waiting.clear()
-
-    def _note(self, attempt: Callable[[], bool]) -> None:
-        """Attempts, or ends what was attempted; after a failure no more is attempted until the step."""
         try:
-            self._is_attempted &= attempt()
+            for live in due:
+                self._is_attempted &= self._tiles.attempt(live, lambda shard: self._assumed_step(shard))
         except (OSError, NoSlotError) as error:
             logger.warning("a step under backward stops early, and goes on after it: %s", error)
             self._is_attempted = False
+        if not self._is_attempted:
+            self._waiting.clear()
 
-    def _assumption(self, shard: Shard, step: AnyStep | None, num_steps: int) -> Assumption | None:
+    def _assumed_step(self, shard: Shard) -> AnyStep | None:
+        return self._step(shard, self._factor, shard.num_steps + 1, shard.gradient.takes_more)
+
+    def _step(self, shard: Shard, factor: float, num_steps: int, has_gradient: bool) -> AnyStep | None:
+        return self._step_of(shard, factor, num_steps) if has_gradient else None
+
+    def _assumption(self, shard: Shard, factor: float, num_steps: int, has_gradient: bool) -> Assumption | None:
+        step = self._step(shard, factor, num_steps, has_gradient)
         if step is None:
             return None
         moments = self._tiles.names(shard)

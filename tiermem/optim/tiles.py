@@ -138,7 +138,7 @@ class StateTiles:
         """Steps tiles of a unit beside what they replace, for a `step` that commits them. Does not block for transfers.
 
         Weights and states that rest in memory are stepped into a second copy; tiles without room for one are left out.
-        Parameters count the step after `Program.end_attempts`. Returns and raises as `Program.attempt`.
+        Parameters have not counted the step. Returns and raises as `Program.attempt`.
         """
         second, act = self._seconds.get(live), Stepping(self._shards.workers, rule_of, is_counted=False)
         has_room = {Tier.NVME: second is not None or live.entry is not None}

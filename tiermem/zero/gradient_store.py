@@ -485,11 +485,11 @@ class GradientStore:
         return done or self.kept(unit) is not None
 
     def kept(self, unit: Unit) -> torch.Tensor | None:
-        """The bytes of a unit's gradients that rest on NVMe, if memory still has them; see `call_on_reuse`. For any thread.
+        """The bytes of a unit's gradients that rest on NVMe, if memory still has them; see `call_on_reuse`.
 
         None with an accelerator, where another thread takes the buffers.
         """
-        found = [slot for each, slot, _ in list(self._leaving) if each is unit] if self._link is None else []
+        found = [slot for each, slot, _ in self._leaving if each is unit] if self._link is None else []
         return found[-1].tensor if found else None
 
     def drop(self) -> None:
@@ -576,10 +576,9 @@ class GradientStore:
             self._pool.give_back(slot)
 
     def _reap(self) -> None:
-        unit, slot, move = self._leaving[0]
+        unit, slot, move = self._leaving.pop(0)
         try:
             move.wait()
         finally:
-            self._on_reuse(unit.index)  # until it returns, another thread may plan to read the buffer
-            del self._leaving[0]
+            self._on_reuse(unit.index)
             self._give_back(slot)
