@@ -148,6 +148,7 @@ def test_the_card_of_this_machine_is_planned_for(tmp_path: Path) -> None:
     found = json.loads(Path(out).read_text())
     lines = {line["what"]: line["num_bytes"] for line in found["lines"] if line["tier"] == "DEVICE"}
     assert lines["torch"] == int(0.05 * capacity)
-    assert 0 < found["device_budget_bytes"] < capacity
+    budget = found["device_budget_bytes"]
+    assert budget is None or 0 < budget < capacity  # None: with the rates of this moment no more units stay there
     sources = " ".join(found["sources"])
     assert sources.count("measured here") == 2 and "trained for a moment" in sources
