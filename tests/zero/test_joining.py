@@ -127,6 +127,7 @@ def last_lines(processes: list[Started]) -> list[str]:
     """The last line that each process prints. Blocks."""
     for process in processes:
         process.wait(90)
+        assert process.stdout().strip(), process.stderr()
     return [process.stdout().strip().splitlines()[-1] for process in processes]
 
 
