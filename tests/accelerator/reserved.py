@@ -38,6 +38,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "qgZ": (_ON_HOST | {"quantised_reduction": True}, ["layout", "sums"]),
 }
 """On two ranks: fields of the policy, and the kinds of slabs."""
+SELECTED = (
+    "stage 0",
+    "stage 1, states on host",
+    "stage 3",
+    "stage 3, host, states there",
+    "stage 3, cut",
+    "qwZ",
+    "qgZ",
+)
+"""One of each combination of kinds, and what is sent in other forms."""
 
 
 def large() -> nn.Module:
@@ -134,12 +144,13 @@ def _noting(function: Callable[..., Any], held: list[int]) -> Callable[..., Any]
 
 
 def main() -> None:
-    (backend,) = sys.argv[2:]
+    backend, which = sys.argv[2:]
     with as_rank(backend) as (rank, out, _):
         where = f"sim:{rank % 2}"
         torch.sim.set_device(where)  # type: ignore[attr-defined]
         device.set_segments_like_cudas(True)
-        for name, (fields, kinds) in CASES.items():
+        for name in CASES if which == "all" else SELECTED:
+            fields, kinds = CASES[name]
             folder = Path(out.parent, f"{name}-{rank}".replace(" ", "_"))
             policy = OffloadPolicy(**{"persistence_numel": 1100, "paths": [folder], "timeout_s": 60} | fields)
             folder.mkdir()

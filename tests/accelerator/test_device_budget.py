@@ -70,9 +70,10 @@ def test_what_is_reserved_is_the_plan(name: str, is_rounded: bool, sim: ModuleTy
 
 
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
-def test_what_two_ranks_reserve_is_the_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["selected", pytest.param("all", marks=pytest.mark.slow)])
+def test_what_two_ranks_reserve_is_the_plan(which: str, tmp_path: Path) -> None:
     """With the buffers of what passes between ranks: gradients in every stage, blocks of weights."""
-    assert all(launch(HERE / "reserved.py", 2, tmp_path, "cpu:gloo,sim:simccl"))
+    assert all(launch(HERE / "reserved.py", 2, tmp_path, "cpu:gloo,sim:simccl", which))
 
 
 def shard_within(device_bytes: int | None, folder: Path) -> tuple[Plan, Found]:
