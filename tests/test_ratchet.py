@@ -44,7 +44,7 @@ ADDED = {
     "gradients that memory still has": (1, 92),
     "runs that are never committed end with their program": (0, 24),
     "recomputation, and tiles sent to an accelerator, chosen by plan and train": (0, 155),
-    "steps that are planned while ranks exchange norms": (0, 33),
+    "steps that are planned while ranks exchange norms": (0, 35),
     "what passes between ranks in slabs of a device": (0, 55),
     "a rank that dies amid a message": (0, 22),
 }

@@ -67,7 +67,6 @@ class ShardedModel:
         """
         shards = self._shards
         shards.check_may_change(is_step=True)
-        self._planned = None
         trainable = [live for live in shards.units if live.unit.is_trainable]
         with shards.store.recorder.span("step", "step"):
             if shards.policy.step_in_backward:
@@ -85,8 +84,9 @@ class ShardedModel:
                 if self._tentative is not None:
                     self._tentative.end(scale, None)
                 return norm
-            factor = clip_factor(norm, max_norm) / scale / shards.homes.divisor
-            planned = self._planned if factor == 1.0 / scale / shards.homes.divisor else None
+            factor = self._factor(scale, clip_factor(norm, max_norm))
+            planned = self._planned if factor == self._factor(scale) else None
+            self._planned = None
             for live in trainable:
                 self._count_steps(live)
             commits = self._tentative is not None and self._tentative.end(scale, factor)
@@ -134,9 +134,13 @@ class ShardedModel:
         for shard in live.unit.shards:
             shard.gradient.forget()
 
+    def _factor(self, scale: float, clipped: float = 1.0) -> float:
+        """What multiplies the gradients in a step, if clipping does so by `clipped`."""
+        return clipped / scale / self._shards.homes.divisor
+
     def _plan(self, scale: float) -> None:
         """While ranks exchange norms: plans the step that does not clip."""
-        factor = 1.0 / scale / self._shards.homes.divisor
+        factor = self._factor(scale)
         self._planned = self.tiles.plan(lambda shard: self._next_step(shard, factor, num_ahead=1))
 
     def _count_steps(self, live: LiveUnit) -> None:
