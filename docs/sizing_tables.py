@@ -7,7 +7,9 @@ A test plans some of the rows again and compares.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -129,17 +131,20 @@ def cell(machine: Machine, model: str, states: str) -> Cell | None:
 Figures = dict[tuple[str, Machine], dict[str, Cell | None]]
 
 
-def figures() -> Figures:
-    """Every cell of every table. Takes minutes."""
-    found: Figures = {}
-    for states in ("exact", "compact", "tiny"):
-        for machine in MACHINES:
-            row: dict[str, Cell | None] = {}
-            for model in MODELS:  # where a model does not fit, no larger one does
-                row[model] = None if row and None in row.values() else cell(machine, model, states)
-            found[states, machine] = row
-            print(states, machine.words, {model: str(each) for model, each in row.items()}, file=sys.stderr)
+def row(states: str, machine: Machine) -> dict[str, Cell | None]:
+    """The cells of a machine."""
+    found: dict[str, Cell | None] = {}
+    for model in MODELS:  # where a model does not fit, no larger one does
+        found[model] = None if None in found.values() else cell(machine, model, states)
+    print(states, machine.words, {model: str(each) for model, each in found.items()}, file=sys.stderr)
     return found
+
+
+def figures() -> Figures:
+    """Every cell of every table. Takes minutes of every core."""
+    keys = list(itertools.product(("exact", "compact", "tiny"), MACHINES))
+    with concurrent.futures.ProcessPoolExecutor() as pool:
+        return dict(zip(keys, pool.map(row, *zip(*keys, strict=True)), strict=True))
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------

@@ -315,9 +315,11 @@ def advise(planned: Planned, most: int = 5) -> list[Advice]:
 
 def _try(candidate: Candidate, scenario: Scenario) -> Advice | None:
     try:
-        return Advice(candidate.words, plan_scenario(candidate.change(scenario), chooses=False))
+        planned = plan_scenario(candidate.change(scenario), chooses=False)
+        planned.play()
     except ValueError:
         return None  # refused where it would be refused for real: no advice
+    return Advice(candidate.words, planned)
 
 
 def _excess(planned: Planned) -> float:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -392,7 +393,8 @@ class Planned:
     policy: OffloadPolicy
     plan: Plan
     lines: tuple[Row, ...]
-    forecast: Forecast
+    play: Callable[[], Forecast]
+    """Plays a step, once; raises ValueError when a module needs more units at once than the plan has buffers for."""
     batch: BatchSizes
     given: OffloadPolicy
     """The policy before the choice."""
@@ -401,6 +403,11 @@ class Planned:
     """How what a budget leaves open was settled; None: by rule."""
     recomputation: str | None = None
     """Whether blocks are recomputed, and why, where that was chosen (card.py)."""
+
+    @property
+    def forecast(self) -> Forecast:
+        """The step as it is predicted; see `play`."""
+        return self.play()
 
     @property
     def tokens_per_s(self) -> float:
@@ -453,25 +460,25 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     if card_bytes is not None:
         card_bytes = max(1, card_bytes - sum(row.num_bytes for row in cluster.gpu_others))
     placements = activations.placements(policy, card_bytes, open_bytes, per_node)
-    with contextlib.suppress(ValueError):  # not even the rule's plan fits
+    try:
         if chooses and (policy.host_bytes is not None or is_gpu):
             compute = scenario.compute_of(num_tokens, policy.accumulation == "layers")
             more: dict[str, Any] = {"placements": placements, "input_bytes": activations.input_bytes}
             choice = choose(
                 model, policy, scenario.rates, compute, num_ranks, per_node, is_gpu, batch.accumulation, **more
             )
-            policy = choice.policy
+            policy, plan = choice.policy, choice.chosen.plan
         else:
-            policy = placed(model, policy, placements, topology, is_gpu, per_node)[0]
-    plan, policy = _plan(model, policy, topology, is_gpu, per_node)
-    forecast = _forecast(scenario, model, plan, policy, batch)
+            policy, plan = placed(model, policy, placements, topology, is_gpu, per_node)
+    except ValueError:  # not even the rule's plan fits
+        plan, policy = _plan(model, policy, topology, is_gpu, per_node)
     return Planned(
         scenario=scenario,
         num_params=sum(p.numel() for p in model.parameters()),
         policy=policy,
         plan=plan,
         lines=(*plan.rows, INTERPRETER, *cluster.gpu_others, *activations.rows(policy.activations)),
-        forecast=forecast,
+        play=functools.cache(functools.partial(_forecast, scenario, model, plan, policy, batch)),
         batch=batch,
         given=given,
         activations=activations,

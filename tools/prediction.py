@@ -420,9 +420,9 @@ def warn_of_disk(job: Job, measured: Measured | str, predicted_s: float) -> str 
     scenario = Scenario(job.shape, config, cluster, rates, compute, job.seq, bool(job.is_checkpointing))
     try:
         planned = plan_scenario(scenario, chooses=False)
+        needed_bytes, other_s = planned.tier_bytes(Tier.HOST), planned.forecast.total_s
     except ValueError:
         return None  # what this config asks for needs the disk
-    needed_bytes, other_s = planned.tier_bytes(Tier.HOST), planned.forecast.total_s
     if predicted_s < _ABSURD * other_s or needed_bytes > available_bytes():
         return None
     return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import graphlib
 import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -217,27 +216,37 @@ class Timeline:
 
 def play(tasks: Sequence[Task]) -> Timeline:
     """Simulates the tasks. Raises ValueError for a task that comes after itself or after a later task."""
+    then: list[list[int]] = [[] for _ in tasks]  # what comes after each task
     for number, task in enumerate(tasks):
-        if any(not 0 <= each < number for each in task.after):
-            raise ValueError(f"task {number} ({task.name}) comes after {task.after}; allowed are earlier tasks")
-    order = graphlib.TopologicalSorter({number: task.after for number, task in enumerate(tasks)})
-    order.prepare()
-    ready: dict[str, list[tuple[int, float, int]]] = {task.lane: [] for task in tasks}  # (priority, since, number)
+        for each in task.after:
+            if not 0 <= each < number:
+                raise ValueError(f"task {number} ({task.name}) comes after {task.after}; allowed are earlier tasks")
+            then[each].append(number)
+    num_left = [len(task.after) for task in tasks]
+    waiting: dict[str, list[tuple[int, float, int]]] = {task.lane: [] for task in tasks}  # (priority, since, number)
     busy: set[str] = set()  # lanes
     running: list[tuple[float, int]] = []  # (end, number)
     begin_s, end_s, now = [0.0] * len(tasks), [0.0] * len(tasks), 0.0
-    while order.is_active():
-        for number in order.get_ready():
-            heapq.heappush(ready[tasks[number].lane], (tasks[number].priority, now, number))
-        for lane, waiting in ready.items():
-            if waiting and lane not in busy:
-                number = heapq.heappop(waiting)[2]
+    ready = [number for number, count in enumerate(num_left) if not count]
+    changed = set(waiting)  # lanes that may have become able to take a task
+    while changed:
+        for number in ready:
+            lane = tasks[number].lane
+            heapq.heappush(waiting[lane], (tasks[number].priority, now, number))
+            changed.add(lane)
+        for lane in changed - busy:
+            if waiting[lane]:
+                number = heapq.heappop(waiting[lane])[2]
                 busy.add(lane)
                 begin_s[number], end_s[number] = now, now + tasks[number].seconds
                 heapq.heappush(running, (end_s[number], number))
-        now = running[0][0]
+        now, ready, changed = running[0][0] if running else now, [], set()
         while running and running[0][0] == now:
             number = heapq.heappop(running)[1]
             busy.remove(tasks[number].lane)
-            order.done(number)
+            changed.add(tasks[number].lane)
+            for each in then[number]:
+                num_left[each] -= 1
+                if not num_left[each]:
+                    ready.append(each)
     return Timeline(tasks, begin_s, end_s)

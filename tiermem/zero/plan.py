@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from tiermem.policy import OffloadPolicy, Tier
@@ -220,6 +220,10 @@ class Planner:
         self._num_shards = topology.num_shards
         self._world = topology.world
         self._trainable = [u for u in division.units if u.is_trainable]
+        kinds: dict[Hashable, list[Unit]] = {}
+        for unit in self._trainable:
+            kinds.setdefault((unit.dtype, unit.shard_numel, unit.was_unfrozen), []).append(unit)
+        self._cut_alike = [(alike[0], len(alike)) for alike in kinds.values()]  # a unit, and how many have such tiles
         self._homes = homes  # of streamed units, by index
         optim = policy.optim if policy.optim_ratio else Tier.DEVICE
         device = Tier.DEVICE if is_gpu else Tier.HOST  # without an accelerator DEVICE means host memory
@@ -317,7 +321,7 @@ class Planner:
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
         size_of = tile_bytes if streams else grad_bytes  # of tiles in memory their gradients alone
-        tile_sizes = (size_of(u, tile_numel, policy) for u in self._trainable)
+        tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._cut_alike)
         why, crosses = f"of {tile_numel} elements", self._crosses or brings
         tiles = sheet.buffers("tile", num_tiles * (streams or brings), tile_sizes, why, crosses_link=crosses)
         there = self._add_steps_there(sheet, tile_numel)
@@ -400,7 +404,7 @@ class Planner:
         if self._crosses and self._trainable:
             sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "one tile's values in fp32 and its copies")
         policy, count = self._policy, _STREAM_BUFFERS * (self._streamed_part > 0)
-        sizes = (tile_bytes(u, tile_numel, policy) for u in self._trainable)
+        sizes = (tile_bytes(u, tile_numel, policy) for u, _ in self._cut_alike)
         return sheet.buffers("stream", count, sizes, f"streamed_ratio={policy.streamed_ratio}", tier=Tier.DEVICE)
 
     def _add_outside(self, sheet: _Sheet, grads: Tier | None) -> int:
@@ -440,7 +444,11 @@ class Planner:
 
         Returns the bytes of states that stay on an accelerator, and of those kept on HOST, although the others rest elsewhere.
         """
-        tiles = [alike for u in self._trainable for alike in _state_sizes(u, tile_numel, self._policy)]
+        tiles = [
+            (size, num * count)
+            for unit, num in self._cut_alike
+            for size, count in _state_sizes(unit, tile_numel, self._policy)
+        ]
         states = sum(_page(size) * count for size, count in tiles)
         home = self._states
         initial = [u.shard_numel * FP32_BYTES for u in self._trainable if keeps_initial_master(u, self._policy)]
