@@ -1,6 +1,6 @@
 """Sizing tables: plans training of six models on nine machines, and writes docs/sizing.md and the table of the README.
 
-    python docs/sizing_tables.py        takes minutes: `tiermem plan` plays a step of each model on each machine's clock
+    python docs/sizing_tables.py        takes minutes of every core: `tiermem plan` plays a step of each model
 
 A test plans some of the rows again and compares.
 """
