@@ -64,7 +64,7 @@ lint: .venv/.installed .venv/.tools
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_CODE)
 	$(BIN)/codespell
 
-THREADED := queue queue_options latency faults gradient checksum program
+THREADED := queue queue_options latency faults gradient checksum pass program
 SPACE := $() $()
 # AddressSanitizer and UndefinedBehaviorSanitizer over everything, ThreadSanitizer over what has threads of its own.
 native-test: .venv/.tools
@@ -76,7 +76,7 @@ native-test: .venv/.tools
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure -j 2 -R "^($(subst $(SPACE),|,$(THREADED)))$$"
 
 # What is there of the machine's own (threads, disks) is not tested under an emulator.
-ARM_TESTS ?= workers|parts|blocks|rounding|optimizer_.*|gradient|checksum
+ARM_TESTS ?= workers|parts|blocks|rounding|optimizer_.*|gradient|checksum|pass
 native-test-arm: .venv/.tools
 	$(CMAKE) -S native -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/native/aarch64.cmake -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON
 	$(BIN)/cmake --build build/aarch64

@@ -7,14 +7,17 @@
 // A step beside what it replaces copies a few elements, then steps them while they are in a cache.
 // Parts in fp32 are stepped where they lie. Both ways give the same bits. Formulas and formats: tiermem.h.
 
+#include "optimizer.h"
+
 #include <errno.h>
 #include <string.h>
 
 #include "cpu.h"
 #include "parts.h"
 #include "rounding.h"
-#include "tiermem.h"
 #include "workers.h"
+
+typedef tm_ready_step Step;
 
 namespace {
 
@@ -24,17 +27,6 @@ const uint64_t ENOUGH_TASKS = 64; // for the workers to end together
 const uint64_t CHUNK = 512;
 const uint64_t STREAMED = 1 << 20; // elements from which on no cache keeps a step's parts
 const uint64_t COPIED = 1 << 14;   // elements whose copies a cache keeps until they are stepped
-
-struct Step {
-    const tm_loops *loops;
-    const tm_step *asked;
-    tm_constants constants;
-    tm_rule_loop *rule;
-    const tm_fused *fused; // NULL: through chunks
-    bool is_dithered;      // some part is rounded stochastically
-    bool is_beside;        // some part is read elsewhere than it is written
-    uint64_t task_numel;
-};
 
 // What a chunk works on: fp32 numbers in place or in `memory`.
 struct Chunk {
@@ -277,7 +269,7 @@ static uint64_t step_fused(const Step *step, uint64_t begin, uint64_t n) {
     streams.v = v.data;
     streams.m_scales = m.scales;
     streams.v_scales = v.scales;
-    streams.is_streamed = asked->n >= STREAMED && !step->is_beside;
+    streams.is_streamed = step->is_streamed;
     streams.master_dither = tm_dither_at(asked->key, asked->step, TM_DITHER_MASTER, element);
     streams.moment_dithers[0] = tm_dither_at(asked->key, asked->step, TM_DITHER_M, element);
     streams.moment_dithers[1] = tm_dither_at(asked->key, asked->step, TM_DITHER_V, element);
@@ -318,11 +310,8 @@ static void step_elements(const Step *step, uint64_t begin, uint64_t end) {
         step_chunk(step, begin, end - begin < CHUNK ? end - begin : CHUNK);
 }
 
-static void step_task(void *context, uint64_t index) {
-    const Step *step = (const Step *)context;
-    const uint64_t n = step->asked->n, numel = step->task_numel;
-    uint64_t begin = index * numel;
-    const uint64_t end = n - begin < numel ? n : begin + numel, most = step->is_beside ? COPIED : numel;
+void tm_step_elements(const tm_ready_step *step, uint64_t begin, uint64_t end) {
+    const uint64_t most = step->is_beside ? COPIED : end - begin;
     for (; begin < end; begin += most) {
         const uint64_t stop = end - begin < most ? end : begin + most;
         if (step->is_beside)
@@ -331,17 +320,36 @@ static void step_task(void *context, uint64_t index) {
     }
 }
 
-int tm_optimizer_step(tm_workers *workers, const tm_step *asked) {
+static void step_task(void *context, uint64_t index) {
+    const Step *step = (const Step *)context;
+    const uint64_t n = step->asked->n, begin = index * step->task_numel;
+    tm_step_elements(step, begin, n - begin < step->task_numel ? n : begin + step->task_numel);
+}
+
+int tm_step_ready(const tm_step *asked, tm_ready_step *ready) {
     if (!asked || (asked->n != 0 && !is_valid(asked)))
         return -EINVAL;
+    *ready = {};
+    ready->asked = asked;
     if (asked->n == 0)
         return 0;
     tm_float_mode mode; // the scalars are rounded in it too
-    Step step = {
-        tm_loops_chosen(),       asked, round_scalars(asked), nullptr, nullptr, needs_words(asked), is_beside(asked),
-        numel_of_tasks(asked->n)};
-    step.rule = step.loops->rules[loop_of(asked)];
-    step.fused = find_fused(&step);
-    tm_workers_run(workers, (asked->n - 1) / step.task_numel + 1, step_task, &step);
+    ready->loops = tm_loops_chosen();
+    ready->constants = round_scalars(asked);
+    ready->is_dithered = needs_words(asked);
+    ready->is_beside = is_beside(asked);
+    ready->is_streamed = asked->n >= STREAMED && !ready->is_beside;
+    ready->task_numel = numel_of_tasks(asked->n);
+    ready->num_tasks = (asked->n - 1) / ready->task_numel + 1;
+    ready->rule = ready->loops->rules[loop_of(asked)];
+    ready->fused = find_fused(ready);
     return 0;
+}
+
+int tm_optimizer_step(tm_workers *workers, const tm_step *asked) {
+    tm_ready_step ready;
+    const int code = tm_step_ready(asked, &ready);
+    if (code == 0)
+        tm_workers_run(workers, ready.num_tasks, step_task, &ready);
+    return code;
 }

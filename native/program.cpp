@@ -163,7 +163,7 @@ static int copy_tiles(tm_program *p, const tm_tile *given, uint32_t n, bool has_
             return -ENOBUFS;
         if ((given[i].flags & TM_TILE_BEGUN) && (p->phase != TM_PHASE_BEGUN || !take_over(&p->tiles, &tile)))
             return -EINVAL;
-        const size_t num_pieces = std::max(tile.checks.size(), tile.sums.size());
+        const size_t num_pieces = tile.checks.size() + tile.sums.size();
         tile.addresses.resize(num_pieces);
         tile.bytes.resize(num_pieces);
         tile.crcs.resize(num_pieces);

@@ -8,6 +8,8 @@
 #include <errno.h>
 #include <string.h>
 
+#include "pass.h"
+
 typedef std::unique_lock<std::mutex> Lock;
 
 // Tags of programs, in every queue: the callers of tm_queue_submit count theirs from below.
@@ -204,23 +206,18 @@ bool tm_program_admit(tm_program *p) {
 
 // ---- the work on a tile ---------------------------------------------------------------------------------------------
 
-static int sum_pieces(tm_program *p, tm_program_tile *tile, const std::vector<tm_piece> &pieces) {
+// The pieces where they lie in the tile's buffer; their checksums go to tile->crcs[first] and on.
+static tm_sums sums_of(tm_program *p, tm_program_tile *tile, const std::vector<tm_piece> &pieces, size_t first) {
     for (size_t i = 0; i < pieces.size(); ++i) {
-        tile->addresses[i] = tm_program_place(p, tile, pieces[i].data);
-        tile->bytes[i] = pieces[i].bytes;
+        tile->addresses[first + i] = tm_program_place(p, tile, pieces[i].data);
+        tile->bytes[first + i] = pieces[i].bytes;
     }
-    return tm_crc32c(p->workers, pieces.size(), tile->addresses.data(), tile->bytes.data(), tile->crcs.data());
+    return {pieces.size(), tile->addresses.data() + first, tile->bytes.data() + first, tile->crcs.data() + first};
 }
 
-// Compares what was read. The tile is the thread's own; the lock is not held.
-static tm_failure check(tm_program *p, tm_program_tile *tile) {
+// Compares the checksums of what was read with those that it must have.
+static tm_failure compare(const tm_program *p, const tm_program_tile *tile) {
     tm_failure failure = {};
-    if (tile->checks.empty())
-        return failure;
-    tile->times.check_ns[0] = tm_now_ns();
-    const int code = sum_pieces(p, tile, tile->checks);
-    if (code < 0)
-        return failure_of(p, tile, -code, TM_STAGE_CHECK);
     for (size_t i = 0; i < tile->checks.size(); ++i) {
         if (tile->crcs[i] == *tile->checks[i].crc)
             continue;
@@ -231,29 +228,72 @@ static tm_failure check(tm_program *p, tm_program_tile *tile) {
         }
         ++failure.num_wrong;
     }
-    tile->times.check_ns[1] = tm_now_ns();
     return failure;
 }
 
-static tm_part moved(const tm_program *p, const tm_program_tile *tile, tm_part part) {
-    part.data = tm_program_place(p, tile, part.data);
-    part.scales = (uint8_t *)tm_program_place(p, tile, part.scales);
-    return part;
+// Checks what was read, apart from its step. The tile is the thread's own; the lock is not held.
+static tm_failure check(tm_program *p, tm_program_tile *tile) {
+    if (tile->checks.empty())
+        return {};
+    tile->times.check_ns[0] = tm_now_ns();
+    const tm_sums sums = sums_of(p, tile, tile->checks, 0);
+    const int code = tm_crc32c(p->workers, sums.n, sums.pieces, sums.bytes, sums.crcs);
+    if (code < 0)
+        return failure_of(p, tile, -code, TM_STAGE_CHECK);
+    const tm_failure failure = compare(p, tile);
+    tile->times.check_ns[1] = tm_now_ns();
+    tile->checks.clear();
+    return failure;
 }
 
-static tm_failure step(tm_program *p, tm_program_tile *tile) {
-    tile->times.step_ns[0] = tm_now_ns();
-    for (const tm_step &given : tile->steps) {
-        tm_step own = given;
-        own.weight = moved(p, tile, given.weight);
-        own.master = moved(p, tile, given.master);
-        own.grad = moved(p, tile, given.grad);
-        for (int i = 0; i < 3; ++i)
-            own.moments[i] = moved(p, tile, given.moments[i]);
-        const int code = tm_optimizer_step(p->workers, &own);
-        if (code < 0)
-            return failure_of(p, tile, -code, TM_STAGE_STEP);
+static void keep_sums(tm_program_tile *tile, const uint32_t *crcs) {
+    for (size_t i = 0; i < tile->sums.size(); ++i) {
+        *tile->sums[i].crc = crcs[i];
+        if (tile->sums[i].is_known)
+            *tile->sums[i].is_known = 1;
     }
+    tile->sums.clear();
+}
+
+static void move(const tm_program *p, const tm_program_tile *tile, tm_part *part) {
+    part->data = tm_program_place(p, tile, part->data);
+    part->scales = (uint8_t *)tm_program_place(p, tile, part->scales);
+}
+
+static bool is_in_buffer(const tm_program *p, const tm_program_tile *tile, const tm_part &part) {
+    const char *buffer = tile->buffer < 0 ? nullptr : p->buffers[(size_t)tile->buffer], *data = (char *)part.data;
+    return part.dtype == TM_NONE || (buffer && data >= buffer && data < buffer + p->buffer_bytes);
+}
+
+// Whether the steps change nothing but the tile's buffer, which is of no use when a checksum is wrong.
+static bool is_all_in_buffer(const tm_program *p, const tm_program_tile *tile) {
+    for (const tm_step &step : tile->steps)
+        for (const tm_part *part : {&step.weight, &step.master, &step.moments[0], &step.moments[1], &step.moments[2]})
+            if (!is_in_buffer(p, tile, *part))
+                return false;
+    return true;
+}
+
+// Checks, steps and sums, all in one pass if it may.
+static tm_failure step(tm_program *p, tm_program_tile *tile) {
+    for (tm_step &own : tile->steps) {
+        for (tm_part *part : {&own.weight, &own.master, &own.grad})
+            move(p, tile, part);
+        for (tm_part &moment : own.moments)
+            move(p, tile, &moment);
+    }
+    if (!is_all_in_buffer(p, tile)) {
+        const tm_failure failure = check(p, tile);
+        if (failure.error != 0)
+            return failure;
+    }
+    tile->times.step_ns[0] = tm_now_ns();
+    const tm_sums before = sums_of(p, tile, tile->checks, 0), after = sums_of(p, tile, tile->sums, before.n);
+    const int code = tm_pass_run(p->workers, tile->steps.size(), tile->steps.data(), &before, &after);
+    const tm_failure failure = code < 0 ? failure_of(p, tile, -code, TM_STAGE_STEP) : compare(p, tile);
+    if (failure.error != 0)
+        return failure;
+    keep_sums(tile, after.crcs);
     tile->times.step_ns[1] = tm_now_ns();
     return {};
 }
@@ -268,18 +308,16 @@ static void note_stepped(tm_program *p, tm_program_tile *tile) {
     p->changed.notify_all();
 }
 
+// Sums what a caller has made, apart from its step.
 static tm_failure sum(tm_program *p, tm_program_tile *tile) {
     if (tile->sums.empty())
         return {};
     tile->times.sum_ns[0] = tm_now_ns();
-    const int code = sum_pieces(p, tile, tile->sums);
+    const tm_sums sums = sums_of(p, tile, tile->sums, 0);
+    const int code = tm_crc32c(p->workers, sums.n, sums.pieces, sums.bytes, sums.crcs);
     if (code < 0)
         return failure_of(p, tile, -code, TM_STAGE_WRITE);
-    for (size_t i = 0; i < tile->sums.size(); ++i) {
-        *tile->sums[i].crc = tile->crcs[i];
-        if (tile->sums[i].is_known)
-            *tile->sums[i].is_known = 1;
-    }
+    keep_sums(tile, sums.crcs);
     tile->times.sum_ns[1] = tm_now_ns();
     return {};
 }
@@ -321,9 +359,7 @@ static void work_on(tm_program *p, tm_program_tile *tile, Lock *lock) {
     const bool is_called = !is_brought && (tile->flags & (TM_TILE_CALLED | TM_TILE_BROUGHT));
     tile->state = TM_WORKED;
     lock->unlock();
-    tm_failure failure = is_brought ? tm_failure{} : check(p, tile);
-    if (failure.error == 0 && !is_called)
-        failure = step(p, tile);
+    const tm_failure failure = is_called ? check(p, tile) : step(p, tile);
     lock->lock();
     if (failure.error != 0) {
         fail(p, failure);

@@ -410,6 +410,11 @@ int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, cons
  *     sum      stores the CRC-32Cs of what is about to be written
  *     write    in the background of the next tiles; its end frees the buffer
  *
+ * Check, step and sum are one pass over memory where every part that the steps change lies in the tile's buffer: each
+ * chunk that a core's cache keeps is summed, stepped and summed again. After a difference the buffer holds a step that
+ * nobody takes. Where a step changes other memory, the check comes first, and after a difference nothing is stepped.
+ * Work of callers lies between a check and a sum of their own.
+ *
  * The transfers of one tile never overlap each other; two tiles of a run share no byte. Each address that lies in the
  * first buffer means the same place in the buffer that the tile gets. A tile without transfers needs no buffer, unless
  * a caller brings bytes to it.
@@ -487,9 +492,9 @@ typedef struct tm_tile_times {
     int64_t begun_ns[2];  /* the transfers of tm_program_begin: from the first block to the end of the last one */
     int64_t read_ns[2];   /* those of tm_program_run */
     int64_t waited_ns[2]; /* while the program had nothing to do but to wait for this tile's reads */
-    int64_t check_ns[2];
-    int64_t step_ns[2]; /* of kernels, or of the caller's work */
-    int64_t sum_ns[2];
+    int64_t check_ns[2];  /* apart from the step */
+    int64_t step_ns[2];   /* of kernels, with the checks and sums of the same pass; or of the caller's work */
+    int64_t sum_ns[2];    /* apart from the step */
     int64_t write_ns[2];
     uint64_t read_bytes;
     uint64_t written_bytes; /* less than given: a write failed */

@@ -32,8 +32,8 @@ from tiermem.swap.ranges import ByteRange
 
 
 class Event(NamedTuple):
-    """One span of time on a lane: "read", "write", "compute", "check" (checksums), "wait", "gather", "reduce", "unit" (held
-    by its module's forward or backward) or a phase's name."""
+    """One span of time on a lane: "read", "write", "compute", "check" (checksums; native steps of tiles have theirs in
+    "compute"), "wait", "gather", "reduce", "unit" (held by its module's forward or backward) or a phase's name."""
 
     lane: str
     name: str

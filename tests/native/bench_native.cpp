@@ -1,5 +1,6 @@
 // How near to the machine is floor 0? Prints, in one run: a bare io_uring loop and the queue on the same
-// file, and Adam beside a plain stream of the same bytes. For a person to run; nothing is asserted.
+// file, Adam beside a plain stream of the same bytes, and a tile's check, step and sum in one pass beside three.
+// For a person to run; nothing is asserted.
 //
 //     bench_native [MiB of file, 2048] [block KiB, 1024] [depth, 32]
 
@@ -11,16 +12,18 @@
 #include <time.h>
 
 #include "cpu.h"
+#include "dtype.h"
 #include "fixture.h"
+#include "pass.h"
 #include "workers.h"
 
 #ifdef TIERMEM_HAVE_URING
 #include <liburing.h>
 #endif
 
-static double now_s() {
+static double now_s(clockid_t clock = CLOCK_MONOTONIC) {
     timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(clock, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
@@ -180,10 +183,86 @@ static void bench_kernels() {
     tm_workers_close(workers);
 }
 
+// A tile of states and weights, and the pieces of up to a MiB that are checked before its step and summed after it.
+struct Tile {
+    static const uint64_t NUMEL = 1 << 21;
+    Memory memory{NUMEL * 16};
+    tm_step step = {};
+    char *end = memory.data;
+    std::vector<const void *> pieces;
+    std::vector<uint64_t> bytes;
+    std::vector<uint32_t> crcs;
+    tm_sums before, after;
+
+    Tile(int master, int moment, int rounding) {
+        step.n = NUMEL;
+        step.rule = TM_ADAMW;
+        step.rounding = rounding;
+        step.scalars = {1e-3, 0.9999, 1, 0.9, 0.999, 1e-8, 1, 0, 0, 0};
+        step.grad = part(TM_BF16);
+        pieces.clear();
+        step.master = part(master);
+        step.moments[0] = part(moment);
+        step.moments[1] = part(moment);
+        const size_t num_exact = pieces.size();
+        step.weight = part(TM_BF16);
+        bytes.assign(pieces.size(), 1 << 20);
+        crcs.resize(2 * pieces.size());
+        before = {master == TM_SPLIT ? pieces.size() : num_exact, pieces.data(), bytes.data(), crcs.data()};
+        after = {pieces.size(), pieces.data(), bytes.data(), crcs.data() + pieces.size()};
+        for (uint64_t i = 0; i < NUMEL; ++i)
+            ((uint16_t *)step.grad.data)[i] = (uint16_t)(0x3c00 + i % 256);
+    }
+    tm_part part(int dtype) {
+        char *begin = end;
+        end += NUMEL * tm_dtype_bytes(dtype);
+        for (char *at = begin; at < end; at += 1 << 20)
+            pieces.push_back(at);
+        return {begin, nullptr, dtype, 0};
+    }
+    void three_passes(tm_workers *workers) {
+        tm_crc32c(workers, before.n, before.pieces, before.bytes, before.crcs);
+        tm_optimizer_step(workers, &step);
+        tm_crc32c(workers, after.n, after.pieces, after.bytes, after.crcs);
+    }
+};
+
+// In turn, over tiles that no cache keeps until their turn comes again.
+static void bench_pass(const char *name, unsigned num_threads, int master, int moment, int rounding) {
+    std::vector<std::unique_ptr<Tile>> tiles;
+    for (int i = 0; i < 16; ++i)
+        tiles.emplace_back(new Tile(master, moment, rounding));
+    tm_workers *workers;
+    CHECK_EQUAL(tm_workers_open(num_threads, &workers), 0);
+    std::vector<double> seconds[2], ratios;
+    for (int round = 0; round < 9; ++round) {
+        for (int is_one = 0; is_one < 2; ++is_one) {
+            const double begin = now_s(CLOCK_PROCESS_CPUTIME_ID);
+            for (auto &tile : tiles)
+                if (is_one)
+                    CHECK_EQUAL(tm_pass_run(workers, 1, &tile->step, &tile->before, &tile->after), 0);
+                else
+                    tile->three_passes(workers);
+            seconds[is_one].push_back(now_s(CLOCK_PROCESS_CPUTIME_ID) - begin);
+        }
+        ratios.push_back(seconds[1].back() / seconds[0].back());
+    }
+    for (std::vector<double> *numbers : {&seconds[0], &seconds[1], &ratios})
+        std::sort(numbers->begin(), numbers->end());
+    const double per_element = 1e9 / (double)(tiles.size() * Tile::NUMEL);
+    printf("%-7s %u threads: check, step and sum %.3f ns of CPU a parameter in three passes, %.3f in one; ratio %.3f\n",
+           name, num_threads, seconds[0][4] * per_element, seconds[1][4] * per_element, ratios[4]);
+    tm_workers_close(workers);
+}
+
 int main(int argc, char **argv) {
     const uint64_t mib = argc > 1 ? strtoull(argv[1], nullptr, 10) : 2048;
     const uint64_t block_kib = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1024;
     const unsigned depth = argc > 3 ? (unsigned)strtoul(argv[3], nullptr, 10) : 32;
+    for (unsigned num_threads : {1u, 2u}) {
+        bench_pass("exact", num_threads, TM_F32, TM_F32, TM_NEAREST);
+        bench_pass("compact", num_threads, TM_SPLIT, TM_BF16, TM_STOCHASTIC);
+    }
     bench_kernels();
     bench_queue(mib << 20, block_kib << 10, depth);
 }
