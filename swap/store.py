@@ -453,12 +453,10 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """The memory in which a tensor rests on HOST or DEVICE."""
         self._check_usable()
         self.on_device.check_there(name)
-        entry = self._entries[name]
-        if entry.home is Tier.NVME or entry.slot is None:
-            raise RuntimeError(
-                f"{name!r} rests on {entry.home.name}; only what rests in memory can be looked at in place"
-            )
-        return entry.slot
+        home, slot = self._entries[name].home, self._entries[name].slot
+        if home is Tier.NVME or slot is None:
+            raise RuntimeError(f"{name!r} rests on {home.name}; only what rests in memory can be looked at in place")
+        return slot
 
     def _fetch(self, entry: Entry, into: Slot | None, priority: int) -> Move:
         if entry.state is EntryState.PRESENT:

@@ -151,28 +151,26 @@ class ShardedModel:
                 shard.count_step()
 
     def _next_steps(self, factor: float, num_ahead: int = 0) -> RuleOf:
-        """The next step of each parameter that has a gradient. Parameters of one group share it, if their factors are equal."""
+        """The next step of each parameter that has a gradient."""
         made: dict[Hashable, AnyStep] = {}
 
-        def step_of(shard: Shard) -> AnyStep | None:
-            found = self._find_rule(shard.param) if shard.gradient.is_there else None
-            if found is None:
-                return None
-            num_steps, own_factor = shard.num_steps + num_ahead, factor * shard.gradient.factor
-            like = id(found[0]), found[1], num_steps, own_factor, found[1].is_matrix and shard.shape
-            if (step := made.get(like)) is None:
-                step = made[like] = found[1].scalars(found[0], num_steps, own_factor, shard.shape)
-            return step
+        def next_step(shard: Shard) -> AnyStep | None:
+            is_there = shard.gradient.is_there
+            return self._step_of(shard, factor, shard.num_steps + num_ahead, made) if is_there else None
 
-        return step_of
+        return next_step
 
-    def _step_of(self, shard: Shard, factor: float, num_steps: int) -> AnyStep | None:
-        """The step of a parameter that has a gradient, of that number."""
-        found = self._find_rule(shard.param)
-        if found is None:
+    def _step_of(
+        self, shard: Shard, factor: float, num_steps: int, made: dict[Hashable, AnyStep] | None = None
+    ) -> AnyStep | None:
+        """The step of a parameter that has a gradient, of that number. made: earlier ones, shared in a group."""
+        if (found := self._find_rule(shard.param)) is None:
             return None
-        group, rule = found
-        return rule.scalars(group, num_steps, factor * shard.gradient.factor, shard.shape)
+        (group, rule), factor, made = found, factor * shard.gradient.factor, {} if made is None else made
+        like = id(group), rule, num_steps, factor, rule.is_matrix and shard.shape
+        if like not in made:
+            made[like] = rule.scalars(group, num_steps, factor, shard.shape)
+        return made[like]
 
     def _regather(self, trainable: list[LiveUnit]) -> None:
         for live in trainable:

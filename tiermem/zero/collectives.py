@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -298,10 +298,17 @@ def exchange(topology: Topology, value: str) -> list[str]:
     return values
 
 
-@contextlib.contextmanager
-def explaining(topology: Topology, what: str) -> Iterator[None]:
+class explaining:  # noqa: N801 (named as a function, which it stands for)
     """Makes an error of a collective say where ranks differ, or which rank is gone. Finding that takes a few seconds."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise error if topology.watch is None else topology.watch.explain(what, error) from error
+
+    def __init__(self, topology: Topology, what: str) -> None:
+        self._topology = topology
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        watch = self._topology.watch
+        if isinstance(error, RuntimeError) and watch is not None:
+            raise watch.explain(self._what, error) from error
