@@ -265,14 +265,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
     def view(self, name: str) -> torch.Tensor:
         """Returns the home itself of a tensor on HOST or DEVICE; changes need no write-back. Raises RuntimeError on NVME."""
-        self._check_usable()
-        self.on_device.check_there(name)
-        entry = self._entries[name]
-        if entry.home is Tier.NVME or entry.slot is None:
-            raise RuntimeError(
-                f"{name!r} rests on {entry.home.name}; only what rests in memory can be looked at in place"
-            )
-        return entry.tensor(entry.slot)
+        return self._entries[name].tensor(self._slot_of(name))
+
+    def address(self, name: str) -> int:
+        """Returns the address of what `view` returns, in less time. Raises as `view`."""
+        return self._slot_of(name).tensor.data_ptr()
 
     def exchange(self, name: str, slot: Slot) -> Slot:
         """Makes a slot of the arena the home of a tensor on HOST; returns the slot that was its home, which the caller owns.
@@ -451,6 +448,15 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
     def _check_usable(self) -> None:
         self._held.check_usable()
+
+    def _slot_of(self, name: str) -> Slot:
+        """The memory in which a tensor rests on HOST or DEVICE."""
+        self._check_usable()
+        self.on_device.check_there(name)
+        home, slot = self._entries[name].home, self._entries[name].slot
+        if home is Tier.NVME or slot is None:
+            raise RuntimeError(f"{name!r} rests on {home.name}; only what rests in memory can be looked at in place")
+        return slot
 
     def _fetch(self, entry: Entry, into: Slot | None, priority: int) -> Move:
         if entry.state is EntryState.PRESENT:

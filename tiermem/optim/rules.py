@@ -179,7 +179,7 @@ Group = Mapping[str, Any]
 """One of `optimizer.param_groups`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # each is made once
 class Rule:
     """The update of one optimizer. Its numbers are in the parameter group.
 
@@ -210,6 +210,7 @@ def adam(is_decoupled: bool, amsgrad: bool = False) -> Rule:
     return Rule("adamw" if is_decoupled else "adam", moments, _adam_scalars)
 
 
+@functools.cache
 def sgd(has_momentum: bool) -> Rule:
     """SGD; without momentum it keeps no moment."""
     return Rule("sgd", ("momentum_buffer",) if has_momentum else (), _sgd_scalars)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Rule
 from tiermem.optim.tentative import TentativeStep
+from tiermem.optim.tile_work import RuleOf
 from tiermem.optim.tiles import FindRule, PlannedStep, StateTiles
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero.shards import Shards
@@ -90,7 +91,7 @@ class ShardedModel:
             for live in trainable:
                 self._count_steps(live)
             commits = self._tentative is not None and self._tentative.end(scale, factor)
-            self.tiles.step(lambda shard: self._next_step(shard, factor), commits=commits, planned=planned)
+            self.tiles.step(self._next_steps(factor), commits=commits, planned=planned)
             self._regather(trainable)
             shards.prefetcher.end_pass(may_gather=is_accelerator(shards.device))
         return norm
@@ -130,7 +131,7 @@ class ShardedModel:
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
         self._count_steps(live)
         shards.prefetcher.outdate(live)
-        self.tiles.step(lambda shard: self._next_step(shard, 1.0 / shards.homes.divisor), live, grads)
+        self.tiles.step(self._next_steps(1.0 / shards.homes.divisor), live, grads)
         for shard in live.unit.shards:
             shard.gradient.forget()
 
@@ -139,9 +140,9 @@ class ShardedModel:
         return clipped / scale / self._shards.homes.divisor
 
     def _plan(self, scale: float) -> None:
-        """While ranks exchange norms: plans the step that does not clip."""
-        factor = self._factor(scale)
-        self._planned = self.tiles.plan(lambda shard: self._next_step(shard, factor, num_ahead=1))
+        """While ranks exchange norms: makes the units absent, and plans the step that does not clip."""
+        self._shards.prefetcher.empty()
+        self._planned = self.tiles.plan(self._next_steps(self._factor(scale), num_ahead=1))
 
     def _count_steps(self, live: LiveUnit) -> None:
         """Counts this step for every parameter that has a gradient and a rule."""
@@ -149,16 +150,27 @@ class ShardedModel:
             if shard.gradient.is_there and self._find_rule(shard.param) is not None:
                 shard.count_step()
 
-    def _next_step(self, shard: Shard, factor: float, num_ahead: int = 0) -> AnyStep | None:
-        return self._step_of(shard, factor, shard.num_steps + num_ahead) if shard.gradient.is_there else None
+    def _next_steps(self, factor: float, num_ahead: int = 0) -> RuleOf:
+        """The next step of each parameter that has a gradient."""
+        made: dict[Hashable, AnyStep] = {}
 
-    def _step_of(self, shard: Shard, factor: float, num_steps: int) -> AnyStep | None:
-        """The step of a parameter that has a gradient, of that number."""
-        found = self._find_rule(shard.param)
-        if found is None:
+        def next_step(shard: Shard) -> AnyStep | None:
+            is_there = shard.gradient.is_there
+            return self._step_of(shard, factor, shard.num_steps + num_ahead, made) if is_there else None
+
+        return next_step
+
+    def _step_of(
+        self, shard: Shard, factor: float, num_steps: int, made: dict[Hashable, AnyStep] | None = None
+    ) -> AnyStep | None:
+        """The step of a parameter that has a gradient, of that number. made: earlier ones, shared in a group."""
+        if (found := self._find_rule(shard.param)) is None:
             return None
-        group, rule = found
-        return rule.scalars(group, num_steps, factor * shard.gradient.factor, shard.shape)
+        (group, rule), factor, made = found, factor * shard.gradient.factor, {} if made is None else made
+        like = id(group), rule, num_steps, factor, rule.is_matrix and shard.shape
+        if like not in made:
+            made[like] = rule.scalars(group, num_steps, factor, shard.shape)
+        return made[like]
 
     def _regather(self, trainable: list[LiveUnit]) -> None:
         for live in trainable:

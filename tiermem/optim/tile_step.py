@@ -229,12 +229,12 @@ class TilePass:
 
     def _kept_steps(self, tile: Tile, act: Stepping) -> list[NativeStep] | None:
         """The native steps of a tile in memory: those of the step before, with new scalars, if nothing else has changed."""
-        live, grads = tile.live, self._shards.homes.store.view(tile.live.unit)
-        assert act.kept is not None and live.shard is not None and grads is not None
+        live, grads = tile.live, self._shards.homes.store.entry(tile.live.unit)
+        assert act.kept is not None and live.shard is not None
         live.await_home()
-        states = self._store.view(tile.entry).data_ptr() if tile.state_bytes else 0
-        addresses = live.shard.data_ptr(), grads.data_ptr(), states
-        kinds = [act.kind(part.shard, self._moments_of(part.shard)) for part in tile.ranges]
+        states = self._store.address(tile.entry) if tile.state_bytes else 0
+        addresses = live.shard.data_ptr(), self._store.address(grads), states
+        kinds = [act.kind(part.shard, self._moments_of) for part in tile.ranges]
         kept = act.kept.get(tile)
         if kept is None or kept.addresses != addresses or kept.kinds != kinds:
             if (steps := self._new_steps(tile, None, act)) is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
-from tiermem.optim.tile import Tile
+from tiermem.optim.tile import MomentsOf, Tile
 from tiermem.swap.native import Workers, narrow_part, set_scalars, widen_part
 from tiermem.swap.parts import Dither, Moment, StepParts, StepRule
 from tiermem.swap.tile_plan import KernelStep, NativeStep
@@ -84,6 +84,7 @@ class Stepping:
         self._workers = workers
         self._rule_of = functools.cache(rule_of)  # a parameter has several tiles
         self._ahead = 1 - is_counted
+        self._kinds: dict[tuple[int, bool], Hashable] = {}  # by id of the rule, and whether moments start
         self.kept = kept
 
     def __call__(self, places: Places) -> None:
@@ -125,12 +126,15 @@ class Stepping:
         """Whether moments are not read: it is the parameter's first step. Its tile may have been stepped before."""
         return shard.num_steps + self._ahead == 1 and not shard.has_moments
 
-    def kind(self, shard: Shard, moments: Sequence[str]) -> Hashable:
+    def kind(self, shard: Shard, moments_of: MomentsOf) -> Hashable:
         """What a parameter's step depends on beside places, scalars and counts; None: the parameter is not stepped."""
         rule = self._rule_of(shard)
         if not isinstance(rule, StepRule):
             return None if rule is None else MatrixStep
-        return rule.name, rule.maximize, rule.nesterov, moments, self._starts(shard)
+        like = id(rule), self._starts(shard)
+        if (kind := self._kinds.get(like)) is None:
+            kind = self._kinds[like] = rule.name, rule.maximize, rule.nesterov, moments_of(shard), like[1]
+        return kind
 
     def renew(self, shard: Shard, step: NativeStep) -> None:
         """Gives an earlier native step of a parameter, of the same kind, the scalars and the number of this step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from tiermem.zero.topology import Topology
 # ---- messages between CPU ranks --------------------------------------------------------------------------------------
 #
 #     send_to_all    my piece to every other rank, theirs to me        an all-gather, received in its final place
+#     give_row       the same for one small row, without marks
 #     swap_rows      my row r to rank r, one row from each rank        an all-to-all
 #
 # gloo's all-gather copies through a buffer. gloo also matches collectives by counting them: ranks that have gone
@@ -51,6 +52,21 @@ def marked(group: dist.ProcessGroup, messages: list[Any]) -> list[Any]:
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     marks = [group.recv([_MARK], rank, _MARK_TAG) for rank in others]
     return marks + messages + [group.send([_MARK], rank, _MARK_TAG) for rank in others]
+
+
+def give_row(topology: Topology, what: str, rows: torch.Tensor, mine: torch.Tensor) -> Pending:
+    """Starts giving a flat tensor to every rank of the group, and filling a row with that of each. Does not block.
+
+    Small messages go from this thread: no thread of gloo has to wake up for them. Raises RankLost.
+    """
+    group = topology.group
+    if group is None or not sends_directly(group, mine.device):
+        return start(topology, what, dist.all_gather_into_tensor, rows.view(-1), mine)
+    rows[group.rank()].copy_(mine)
+    with explaining(topology, what):
+        works = send_to_all(group, group.rank(), list(rows), REDUCE_TAG - 2)
+    topology.traffic.add("all_gather_into_tensor", what, rows.nbytes, "world")
+    return Pending(topology, what, [works], [rows])
 
 
 def swap_rows(
@@ -282,10 +298,17 @@ def exchange(topology: Topology, value: str) -> list[str]:
     return values
 
 
-@contextlib.contextmanager
-def explaining(topology: Topology, what: str) -> Iterator[None]:
+class explaining:  # noqa: N801 (named as a function, which it stands for)
     """Makes an error of a collective say where ranks differ, or which rank is gone. Finding that takes a few seconds."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise error if topology.watch is None else topology.watch.explain(what, error) from error
+
+    def __init__(self, topology: Topology, what: str) -> None:
+        self._topology = topology
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        watch = self._topology.watch
+        if isinstance(error, RuntimeError) and watch is not None:
+            raise watch.explain(self._what, error) from error

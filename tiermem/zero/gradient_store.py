@@ -414,7 +414,7 @@ class GradientStore:
         share = opened.flat[shard.shard_offset : shard.shard_offset + num_valid]
         if start == 0 and adds and shard.gradient.factor != 1.0:
             share.mul_(shard.gradient.factor)  # the user scaled the stored gradient, not the new part
-        source = part[: max(0, num_valid - start)]
+        source = part if stop <= num_valid else part[: max(0, num_valid - start)]
         is_last, is_away = stop >= num_valid, is_accelerator(share.device)
         if start == 0 and is_last and not is_away:
             shard.gradient.arrive(store_gradient(self._workers, share, source, first, accumulate=adds))

@@ -44,7 +44,7 @@ from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree
-from tiermem.zero.collectives import call, share, start, total
+from tiermem.zero.collectives import call, give_row, share, start, total
 from tiermem.zero.gradient_link import GradientPart
 from tiermem.zero.gradient_norms import BlockSums, with_factors
 from tiermem.zero.gradient_state import Factor
@@ -233,10 +233,9 @@ class GradientHomes:
 
     def _left(self) -> list[bool]:
         """Of each unit, whether this rank has a `p.grad` left; of each parameter, whether it had one in this backward."""
-        for unit in self._units:
-            self._note_given(unit)
-        flags = [any(_fresh(shard) for shard in unit.shards) for unit in self._units]
-        return flags + [shard in self._given for shard in self._shards]
+        fresh = [[shard for shard in unit.shards if _fresh(shard)] for unit in self._units]
+        self._given.update(*fresh)
+        return [bool(each) for each in fresh] + [shard in self._given for shard in self._shards]
 
     def _receive(self, flags: Sequence[bool]) -> None:
         """Receives what any rank has left, by `_left` of all ranks."""
@@ -329,10 +328,8 @@ class GradientHomes:
         self.store.join()
         factors = [shard.gradient.factor for shard in shards]  # computed after the sums: one wait for both
         self._sums.bring(self._shards)
-        sums = {shard: cast(Sequence[float], shard.gradient.block_sums) for shard in shards}
-        there = [shard.gradient.is_there for shard in shards]
-        squares = zip(shards, factors, there, strict=True)
-        return [math.fsum(sums[shard]) * by**2 if is_there else 0.0 for shard, by, is_there in squares]
+        grads = zip((shard.gradient for shard in shards), factors, strict=True)
+        return [math.fsum(cast(Sequence[float], g.block_sums)) * by**2 if g.is_there else 0.0 for g, by in grads]
 
     def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
         """The 2-norm of each parameter's gradient, after the mean over ranks, fp32, on a device. Collective.
@@ -430,7 +427,7 @@ class GradientHomes:
         own = self._squares(shards) if topology.replica == 0 else [0.0] * len(shards)
         mine = self._on_wire([*left, *own], torch.float64)
         rows = mine.new_empty(topology.world, mine.numel())
-        exchange = start(topology, "adding up norms", dist.all_gather_into_tensor, rows.view(-1), mine)
+        exchange = give_row(topology, "adding up norms", rows, mine)
         meanwhile()
         exchange.wait()
         sums: list[float] = functools.reduce(torch.add, rows).tolist()
@@ -558,7 +555,8 @@ class GradientHomes:
 
 def _fresh(shard: Shard) -> bool:
     """Whether autograd or the user has left a gradient on a parameter."""
-    return shard.param.grad is not None and not isinstance(shard.param.grad, ShardedGrad)
+    grad = shard.param.grad
+    return grad is not None and not isinstance(grad, ShardedGrad)
 
 
 def _stepped_already(unit: Unit) -> RuntimeError:

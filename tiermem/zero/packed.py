@@ -167,7 +167,8 @@ class Carving:
         """The next part of the buffer, content undefined. The caller ensures that there is room."""
         start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += round_up(num_bytes, CARVED_ALIGN)
-        return self._buffer[start : start + num_bytes].view(dtype).view(shape)
+        taken = self._buffer[start : start + num_bytes].view(dtype)
+        return taken.view(shape) if len(shape) > 1 else taken
 
 
 CARVED_ALIGN = 64  # bytes

@@ -57,7 +57,7 @@ class Bucket:
 
     def split(self, columns: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of columns, one for each range; the last dimension is a column."""
-        return torch.split(columns, [each.numel for each in self.ranges], dim=-1)
+        return columns.split_with_sizes([each.numel for each in self.ranges], -1)
 
 
 def cut(unit: Unit, num_shards: int, limit_numel: int) -> list[Bucket]:
@@ -105,7 +105,11 @@ def put_in(part: ShardRange, grad: torch.Tensor | None, columns: torch.Tensor) -
     if grad is None:
         columns.zero_()
         return
-    share, source = part.shard.shard_numel, grad.reshape(-1)
+    share = part.shard.shard_numel
+    if part.numel == share and len(columns) * share == part.shard.numel:  # all of it, without padding
+        columns.copy_(grad.reshape(columns.shape))
+        return
+    source = grad.reshape(-1)
     num_full, rest = divmod(part.shard.numel, share)
     columns[:num_full].copy_(source[: num_full * share].view(num_full, share)[:, part.start : part.stop])
     if num_full < len(columns):
@@ -286,9 +290,10 @@ class Reducer:
 
 def _added_up(parts: torch.Tensor) -> torch.Tensor:
     """The sum of the columns that every rank sent, in the order of ranks; overwrites the first column."""
-    for part in parts[1:]:
-        parts[0].add_(part)
-    return parts[0]
+    first, *others = parts.unbind()
+    for part in others:
+        first.add_(part)
+    return first
 
 
 def predivided(world: int, policy: OffloadPolicy) -> float:

@@ -15,18 +15,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 EXTERNAL = "_external_params"
 """The attribute of a module that lists the parameters of other modules that it needs. Copied and pickled with the module."""
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Any]]] = {}  # by id(parameter); a step asks for each
 _gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def register(param: nn.Parameter, owner: Any) -> None:
     """Registers `owner` (held weakly) as the owner of a parameter."""
-    _owners[param] = weakref.ref(owner)
+    key = id(param)
+    _owners[key] = weakref.ref(param, lambda _: _owners.pop(key, None)), weakref.ref(owner)
 
 
 def unregister(param: nn.Parameter) -> None:
     """Removes a parameter's entry: it is an ordinary parameter again."""
-    _owners.pop(param, None)
+    _owners.pop(id(param), None)
 
 
 def externals_of(module: nn.Module) -> list[nn.Parameter]:
@@ -50,8 +51,8 @@ def is_gathered(param: nn.Parameter) -> bool:
 
 def owner_of(param: nn.Parameter) -> Any | None:
     """The owner of a parameter, or None for an ordinary parameter."""
-    found = _owners.get(param)
-    return None if found is None else found()
+    found = _owners.get(id(param))
+    return None if found is None else found[1]()
 
 
 class Uncopied:
