@@ -190,6 +190,9 @@ MUTANTS = {
     "what backward has stepped takes the place of weights alone": Mutant(
         StateTiles, "_accept", "self._store.exchange(entry, slot)", "slot", "plain", "host, stepped early"
     ),
+    "a second copy is written while the device reads it as a home": Mutant(
+        LiveUnit, "exchange", "self.await_home()", "pass", "evaluated_aside", "host, stepped early"
+    ),
     "a buffer of gradients is filled again while a step in backward reads it": Mutant(
         TilePass, "finish", "if self._stream is not None or self._grads is not None:", "if self._stream is not None:",
         "branches_stepped_in_backward", "host, states on device",
