@@ -385,10 +385,12 @@ def evaluated_aside(place: Place) -> Found:
     """What an evaluation on a stream of the user's reads is pending while a step counts. The next backward begins with a unit
     of which a parameter is not used: it is copied before any gradient is waited for."""
     batches = [[each.to(place.device) for each in batch(step)] for step in range(8)]
-    model, losses = seeded(Tower), []
+    model, losses = seeded(Tower).bfloat16(), []
     model.head.forward = lambda x: F.linear(x, model.head.weight)
     place.settle()
-    with place.shard(model, persistence_numel=0) as shards:  # no step writes what the device reads in place
+    with place.shard(
+        model, persistence_numel=0, compute_dtype="fp32"
+    ) as shards:  # no step writes what is read in place
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for number, (tokens, targets) in enumerate(batches):
             is_aside = number % 2 == 1
