@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import tiermem
 from accelerator.fixture import WHY_SKIPPED
 from accelerator.waits import GRADIENTS_THERE, HOMES, THERE, Counts, count
 from tiermem import OffloadPolicy, Tier
+from tiermem.swap.move import Move
 
 NONE = {"main": 0, "autograd": 0}
 
@@ -92,6 +94,29 @@ def test_gradients_on_the_device_are_unscaled_clipped_and_stepped_with_one_wait(
     for phase in ("forward", "backward"):
         assert found[phase] | NONE == found[phase], (phase, found)
     assert (found["clipping"]["main"], found["step"]["main"]) == (0, 1), found
+
+
+def test_helper_threads_alone_wait_for_reads_and_never_poll(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They look at a read as it begins, and then ask once, until it has ended."""
+    ask, asked = Move._ask, list[tuple[str, int, float | None]]()
+    moves: list[Move] = []  # kept, so that their ids differ
+
+    def noting(move: Move, timeout_s: float | None) -> None:
+        if not move.is_write:
+            moves.append(move)
+            asked.append((threading.current_thread().name, id(move), timeout_s))
+        ask(move, timeout_s)
+
+    monkeypatch.setattr(Move, "_ask", noting)
+    sim.set_schedule("late")
+    count("sim", tmp_path, **HOMES["nvme"])
+    assert len({move for _, move, _ in asked}) >= 3 * 10  # three steps of ten units, some of them twice
+    assert {name.rstrip("0123456789_") for name, _, _ in asked} == {"tiermem-reads"}
+    for move in {move for _, move, _ in asked}:
+        timeouts = [timeout for _, each, timeout in asked if each == move]
+        assert len(timeouts) <= 3 and set(timeouts[:-1]) <= {0.0}, timeouts
 
 
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
