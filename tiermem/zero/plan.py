@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.native import NORM_BLOCK
 from tiermem.swap.ranges import round_up, within
-from tiermem.swap.torch_step import CHUNK, SCRATCH_BYTES
+from tiermem.swap.torch_step import step_scratch_bytes, sum_scratch_bytes
 from tiermem.zero.gather import secondary_numel
 from tiermem.zero.packed import gathers_packed, needs_wire, wire_bytes
 from tiermem.zero.quantised import scratch_bytes
@@ -321,14 +321,13 @@ class Planner:
         streams = Tier.NVME in (self._states, grads, *self._homes.values())
         brings_grads = self._is_gpu and grads is Tier.DEVICE is not self._states
         brings_weights = self._is_gpu and bool(at_home[Tier.DEVICE]) and self._states is not Tier.DEVICE
-        brings = brings_grads or brings_weights
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
         size_of = tile_bytes if streams else partial(_brought_bytes, grads=brings_grads, weights=brings_weights)
         tile_sizes = (size_of(u, tile_numel, policy) for u in self._trainable)
-        why, crosses = f"of {tile_numel} elements", self._crosses or brings
-        tiles = sheet.buffers("tile", num_tiles * (streams or brings), tile_sizes, why, crosses_link=crosses)
-        there = self._add_steps_there(sheet, tile_numel)
+        why, crosses = f"of {tile_numel} elements", self._crosses or brings_grads or brings_weights
+        tiles = sheet.buffers("tile", num_tiles, tile_sizes, why, crosses_link=crosses)
+        there = self._add_steps_there(sheet, tile_numel, grads)
         sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
         outside_bytes = self._add_outside(sheet, grads)
         return Plan(
@@ -403,10 +402,13 @@ class Planner:
         scratch = sum(map(scratch_bytes, sizes)) * self._is_gpu
         sheet.add(PACKING, Tier.DEVICE, scratch, "fp32 copies of pieces of blocks that are sent and received")
 
-    def _add_steps_there(self, sheet: _Sheet, tile_numel: int) -> Buffers:
+    def _add_steps_there(self, sheet: _Sheet, tile_numel: int, grads: Tier | None) -> Buffers:
         """Adds the rows of an accelerator's memory for steps; returns the buffers of tiles that rest elsewhere."""
-        if self._crosses and self._trainable:
+        largest = max((unit.shard_numel for unit in self._trainable), default=0)
+        if self._crosses and largest:
             sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "one tile's values in fp32 and its copies")
+        elif grads is Tier.DEVICE:
+            sheet.add("step", Tier.DEVICE, sum_scratch_bytes(largest), "one part's squares in fp64, for the norm")
         policy, count = self._policy, _STREAM_BUFFERS * (self._streamed_part > 0)
         sizes = (tile_bytes(u, tile_numel, policy) for u in self._trainable)
         return sheet.buffers("stream", count, sizes, f"streamed_ratio={policy.streamed_ratio}", tier=Tier.DEVICE)
@@ -503,11 +505,6 @@ def _brought_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy, grads: bo
     """Bytes of what comes from an accelerator to the buffer of a tile in memory."""
     weight_bytes = min(tile_numel, unit.shard_numel) * unit.dtype.itemsize
     return weight_bytes * weights + grad_bytes(unit, tile_numel, policy) * grads
-
-
-def step_scratch_bytes(tile_numel: int) -> int:
-    """What an accelerator takes beside the states of a tile that it steps, at most: fp32 values, its weights and gradients."""
-    return min(tile_numel, CHUNK) * (SCRATCH_BYTES // CHUNK) + tile_numel * 2 * FP32_BYTES
 
 
 def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tuple[int, int]]:
