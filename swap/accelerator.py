@@ -3,6 +3,7 @@
     which      is_accelerator, find_device, kind_of_device, activate    one per rank: torchrun's LOCAL_RANK chooses it
     context    open_context                                make it before what is resident is measured
     order      new_stream, current_stream, new_event, record    streams and events, which order work on the device
+               is_capturing
     copies     to_device, ToHost                                small tensors, without a wait of the host
     memory     free_and_total, usage, give_back_cached, reset_peak    bytes of the device, as torch counts them
     pinning    PageLock                                         pinned host memory, for asynchronous copies
@@ -153,6 +154,12 @@ def record(stream: torch.Stream) -> torch.Event:
     event = new_event(stream.device)
     event.record(stream)
     return event
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread's work on a device is captured as a graph (torch.cuda.graph) instead of being done."""
+    ask = getattr(_module_of(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
 
 
 # ---- small copies ----------------------------------------------------------------------------------------------------

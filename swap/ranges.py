@@ -1,8 +1,9 @@
-"""Ranges: byte ranges, sets of free ranges, and columns of numbers."""
+"""Ranges: byte ranges, sets of free ranges, columns of numbers, and things chosen by their sizes."""
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -96,3 +97,13 @@ class FreeRanges:
 def round_up(value: N, unit: int) -> N:
     """The least multiple of `unit` that is not less than `value`, a number or a column of them."""
     return -(-value // unit) * unit
+
+
+def within(sizes: Sequence[int], num_bytes: int) -> list[bool]:
+    """Chooses things of these sizes, evenly spread, that take at most `num_bytes` together; those of no size in any case."""
+    due, total, chosen = 0, sum(sizes), []
+    for size in sizes:
+        due += size * num_bytes
+        chosen.append(due >= size * total)
+        due -= size * total * chosen[-1]
+    return chosen

@@ -235,8 +235,21 @@ def _q8_scales(largest: torch.Tensor, is_positive: bool) -> torch.Tensor:
 CHUNK = 1 << 21
 """Elements that are stepped or measured at a time: a multiple of NORM_BLOCK, and that of Q8_BLOCK."""
 
-SCRATCH_BYTES = 64 * CHUNK
-"""What a step takes beside its parts at most, on their device."""
+SCRATCH_BYTES = 64
+"""What a step takes for an element of a chunk beside its parts at most, on their device."""
+
+_SUM_BYTES = 24  # the same, of `block_sums_in_torch`
+
+
+def step_scratch_bytes(numel: int) -> int:
+    """What an accelerator takes beside the states of a tile that it steps, at most: fp32 values, its weights and gradients."""
+    return min(numel, CHUNK) * SCRATCH_BYTES + numel * 8
+
+
+def sum_scratch_bytes(numel: int) -> int:
+    """What an accelerator takes at most beside so many elements whose squares `block_sums_in_torch` adds up."""
+    return min(numel, CHUNK) * _SUM_BYTES
+
 
 _DITHERED_MOMENTS, _DITHERED_MASTER = (0, 1, 3), 2  # the parts' numbers in native/rounding.h
 

@@ -190,6 +190,18 @@ MUTANTS = {
     "what backward has stepped takes the place of weights alone": Mutant(
         StateTiles, "_accept", "self._store.exchange(entry, slot)", "slot", "plain", "host, stepped early"
     ),
+    "a second copy is written while the device reads it as a home": Mutant(
+        LiveUnit, "exchange", "self.await_home()", "pass", "evaluated_aside", "host, stepped early"
+    ),
+    "weights are stepped by the CPU before they have come from the device": Mutant(
+        TilePass, "bring", "copied.synchronize()", "pass", "widened", "states on host"
+    ),
+    "a forward reads weights that the CPU has stepped before they are back": Mutant(
+        TilePass, "_step_far", "left.synchronize()", "pass", "widened", "states on host"
+    ),
+    "weights that the CPU has stepped go back while the old ones are read": Mutant(
+        TilePass, "_step_far", "tile.live.await_home()", "pass", "evaluated_aside", "states on host"
+    ),
     "a buffer of gradients is filled again while a step in backward reads it": Mutant(
         TilePass, "finish", "if self._stream is not None or self._grads is not None:", "if self._stream is not None:",
         "branches_stepped_in_backward", "host, states on device",

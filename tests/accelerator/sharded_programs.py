@@ -381,6 +381,30 @@ def held_until_backward_ends(place: Place) -> Found:
         return found(shards, model, optim, [loss.detach() for loss in losses])
 
 
+def evaluated_aside(place: Place) -> Found:
+    """What an evaluation on a stream of the user's reads is pending while a step counts. The next backward begins with a unit
+    of which a parameter is not used: it is copied before any gradient is waited for."""
+    batches = [[each.to(place.device) for each in batch(step)] for step in range(8)]
+    model, losses = seeded(Tower).bfloat16(), []
+    model.head.forward = lambda x: F.linear(x, model.head.weight)
+    place.settle()
+    with place.shard(
+        model, persistence_numel=0, compute_dtype="fp32"
+    ) as shards:  # no step writes what is read in place
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for number, (tokens, targets) in enumerate(batches):
+            is_aside = number % 2 == 1
+            with place.apart() if is_aside else contextlib.nullcontext(), torch.set_grad_enabled(not is_aside):
+                losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+            if is_aside:
+                optim.step()
+                optim.zero_grad()
+            else:
+                losses[-1].backward()
+        place.settle()
+        return found(shards, model, optim, [loss.detach() for loss in losses])
+
+
 def branches_stepped_in_backward(place: Place) -> Found:
     """Blocks beside each other, each on a stream of its own: no gradient waits for the step of another block."""
     model, losses = seeded(Tower), []
@@ -711,6 +735,6 @@ PROGRAMS: dict[str, Program] = {
         activations_on_host, activations_on_nvme, activations_of_reentrant_blocks,
         frozen_in_nf4, unfrozen, one_matrix_of_muon,
         seen_from_outside, slept,
-        held_and_let_go, held_until_backward_ends, branches_stepped_in_backward,
+        held_and_let_go, held_until_backward_ends, evaluated_aside, branches_stepped_in_backward,
     )
 }  # fmt: skip

@@ -45,6 +45,32 @@ def test_graphs_are_refused_where_addresses_change(options: dict[str, Any], aske
     engine.close()
 
 
+def test_a_capture_is_refused_where_addresses_change_and_training_goes_on(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `torch.cuda.graph` begins one: weights that stay may be captured."""
+    expected = None
+    for is_captured in (False, True):
+        engine, losses = engine_of(STREAMED), []
+        for step in range(2):
+            tokens, targets = (each.to("sim") for each in batch(step))
+            if is_captured:
+                with monkeypatch.context() as patched:
+                    patched.setattr(sim, "is_current_stream_capturing", lambda: True, raising=False)
+                    with pytest.raises(RuntimeError, match="a graph is being captured with unit"):
+                        engine(tokens)
+            loss = F.cross_entropy(engine(tokens).flatten(0, 1), targets.flatten())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.close()
+        assert losses == (expected := expected or losses)
+    monkeypatch.setattr(sim, "is_current_stream_capturing", lambda: True, raising=False)
+    engine = engine_of(RESIDENT)
+    engine(tokens)
+    engine.close()
+
+
 @pytest.mark.parametrize("per_block", [True, pytest.param(False, marks=[pytest.mark.slow])])
 def test_a_compiled_model_has_the_bits_of_the_plain_one(per_block: bool, sim: ModuleType) -> None:
     losses = []

@@ -54,7 +54,8 @@ FEW |= {("read_after_steps", "host, gradients on device"), ("saved_and_resumed",
 FEW |= {(name, "nvme, gradients on device") for name in ("unfrozen", "one_matrix_of_muon")}
 FEW |= {(name, EARLY) for name in ("plain", "clipped", "accumulated", "tied", "seen_from_outside", "in_fp16")}
 FEW |= {(name, UNDONE) for name in ("plain", "clipped", "accumulated", "unfrozen", "evaluated_between", "in_fp16")}
-FEW |= {("branches_stepped_in_backward", "host, states on device")}
+FEW |= {("evaluated_aside", UNDONE), ("branches_stepped_in_backward", "host, states on device")}
+FEW |= {(name, "states on host") for name in ("widened", "evaluated_aside")}
 FEW |= {("held_until_backward_ends", "host, gradients on device"), ("held_and_let_go", "host")}
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from tiermem import OffloadPolicy, Tier
+from tiermem.swap.torch_step import step_scratch_bytes
 from tiermem.zero.budget import check_room, make_plan
-from tiermem.zero.plan import Plan, step_scratch_bytes
+from tiermem.zero.plan import Plan
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 

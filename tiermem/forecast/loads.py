@@ -116,7 +116,7 @@ class TileLoad(NamedTuple):
     torch     the bytes of that memory that its step's torch operations read and write
     down, up  gradients and weights on their way to an accelerator that steps the tile, and weights on their way back; states
               too, both ways, of a tile that is sent there
-    brought   gradients that rest on an accelerator, of a tile that the CPU steps
+    brought   gradients and weights that rest on an accelerator, of a tile that the CPU steps; the weights go down again
     """
 
     unit: int
@@ -192,8 +192,9 @@ def _load(
     stepped = 2 * size + weights + (weights if planned_layout(unit, policy).reads_weight else 0) + grads
     is_there = home is Tier.DEVICE or is_sent
     rests_there = Tier.DEVICE in (plan.unit_homes.get(unit.index), plan.states if unit.is_resident else None)
+    is_far = plan.brings_weights and plan.unit_homes.get(unit.index) is Tier.DEVICE and not is_there
     up = weights if is_there and not rests_there else 0
-    down = up + (grads if is_there and plan.grads is not Tier.DEVICE else 0)
+    down = up + (grads if is_there and plan.grads is not Tier.DEVICE else 0) + weights * is_far
     if is_sent:
         down, up = sent_bytes(unit, numel, plan, policy)
     torch_bytes = (
@@ -209,7 +210,7 @@ def _load(
         int(torch_bytes * numel),
         down,
         up,
-        grads if plan.brings_gradients and not is_there else 0,
+        (grads if plan.brings_gradients and not is_there else 0) + weights * is_far,
         int(is_sent),
     )
 

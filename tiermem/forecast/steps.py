@@ -373,10 +373,8 @@ class StepBuilder:
         if goes_on:  # the program gives all tiles to the run before it returns
             planning_s = sum(load.num_tiles for load in loads) * self._rates.tile_s
             self._last = self._add("plan of tiles", MATHS, planning_s, [self._last])
-        kernels: list[int] = []
+        kernels, writes, pending = list[int](), list(earlier), list(begun)
         returns: list[int] = []  # of tiles that were sent: each has its turn of the accelerator's buffers
-        writes = list(earlier)
-        pending = list(begun)
         for place, load in enumerate(loads, len(earlier)):
             after, is_awaited = list(first), not goes_on or self._units[load.unit].is_resident
             priority = 0 if is_awaited else _BEHIND
@@ -389,12 +387,15 @@ class StepBuilder:
             else:
                 come = [self._read("tile", load.read_bytes, after, priority)]
             if load.brought_bytes:
-                come = [self._cross("gradients", "link up", DEVICE_TO_HOST, load.brought_bytes, *come)]
-            before = [] if policy.pipeline_write else writes[-1:]
+                come = [self._cross("to tile", "link up", DEVICE_TO_HOST, load.brought_bytes, *come)]
+            come += [] if policy.pipeline_write else writes[-1:]
             chain, num = (returns, self._course.plan.streams.num) if load.num_sent else (kernels, 1)
             turn = chain[-num:][:1] if len(chain) >= num else []
-            chain.append(self._kernel(load, [*come, *before, *turn], goes_on))
-            writes.append(self._write("tile", load.written_bytes, chain[-1:]))
+            chain.append(self._kernel(load, [*come, *turn], goes_on))
+            ended = chain[-1]
+            if load.down_bytes and not load.device_bytes:
+                ended = self._cross("from tile", "link down", HOST_TO_DEVICE, load.down_bytes, ended)
+            writes.append(self._write("tile", load.written_bytes, [ended]))
             if goes_on and self._units[load.unit].is_resident:
                 self._last = self._add("stepped", MATHS, 0.0, [self._last, kernels[-1]])
             elif goes_on:

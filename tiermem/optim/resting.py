@@ -33,11 +33,11 @@ from tiermem.swap.checksum import Range
 from tiermem.swap.native import Workers, narrow_part, widen_part
 from tiermem.swap.parts import Dither, StepParts
 from tiermem.swap.program import Program
-from tiermem.swap.ranges import round_up
+from tiermem.swap.ranges import round_up, within
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.swap.tile_plan import TileWork
-from tiermem.zero.plan import USUAL_TILE_BUFFERS, USUAL_TILE_NUMEL, within
+from tiermem.zero.plan import USUAL_TILE_BUFFERS, USUAL_TILE_NUMEL
 from tiermem.zero.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
 from tiermem.zero.topology import paths_of_rank, ranks_per_node
 from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit

@@ -3,7 +3,8 @@
 A tile may cut a parameter; its ranges are the elements of each parameter inside it. The states of a tile lie in one entry of
 the store, so a tile is one read and one write (zero/state_layout.py draws the entry). A buffer holds:
 
-    [ states | parameters | gradients ]    the last two only if they rest on NVMe; each begins at a multiple of 4096 bytes
+    [ states | parameters | gradients ]    the last two only if they rest on NVMe, or come from an accelerator to be stepped by
+                                           the CPU; each begins at a multiple of 4096 bytes
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import NamedTuple
 import torch
 
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.parts import Q8_BLOCK, num_scales
-from tiermem.swap.ranges import ByteRange, round_up
-from tiermem.zero.plan import Plan, planned_layout, within
+from tiermem.swap.ranges import ByteRange, round_up, within
+from tiermem.zero.plan import Plan, planned_layout
 from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart
 from tiermem.zero.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.zero.unit_state import LiveUnit
@@ -86,6 +88,25 @@ class Tile(StateTile):
     def grad_bytes(self) -> int:
         """Bytes of its slice of the gradients."""
         return self.numel * self.grad_dtype.itemsize
+
+    @property
+    def weights_are_there(self) -> bool:
+        """Whether its weights rest on an accelerator."""
+        return self.live.shard is not None and is_accelerator(self.live.shard.device)
+
+    @property
+    def weight_place(self) -> int:
+        """The place of its weights in its buffer, which has no states if these rest in memory and no weights are on NVMe."""
+        return 0 if self._is_in_memory else self.room_bytes
+
+    @property
+    def grad_place(self) -> int:
+        """The place of its gradients in its buffer: behind the weights, if these pass through it."""
+        return self.weight_place + (0 if self._is_in_memory and not self.weights_are_there else self.slice_bytes)
+
+    @property
+    def _is_in_memory(self) -> bool:
+        return self.home is not Tier.NVME and self.live.entry is None
 
     @property
     def elements(self) -> slice:

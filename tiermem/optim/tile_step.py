@@ -10,14 +10,16 @@ It reads, depending on what was written before and what the work needs (zero/sta
 It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for two kinds of steps on an
 accelerator: of states that rest there, where data that rests elsewhere is copied there and back; and of tiles that are sent
 there whole (tile_stream.py). The CPU steps other tiles meanwhile; `finish` tells when what is copied back is there. A thread of
-the program waits for what is copied to a tile's buffer, before the buffer is written or used again. Gradients that rest on an
-accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own.
+the program waits for what is copied to a tile's buffer, before the buffer is written or used again. Gradients and weights that
+rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own; a thread of the program
+steps a tile whose weights do, and they go back from there.
 
 With a second copy (`SecondCopy`) a step reads the weights and the states that rest in memory, and writes the copy.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -59,7 +61,7 @@ class TilePass:
         is_step: whether `act` is an optimizer step, which needs gradients.
         grads: gradients of the one unit that is stepped, flat in its shard layout; None: they rest in the store or in memory.
         second: of the one unit that is stepped; a step writes it and leaves what rests in memory.
-        link: the stream on which gradients come from an accelerator to tiles that the CPU steps; None: none do.
+        link: the stream on which gradients and weights come from an accelerator to tiles that the CPU steps; None: none do.
         stream: the accelerator's buffers for tiles that are sent there; None: none are.
         reads_weights: whether parameters are always read, not only if states are made from them.
         is_blank: nothing is read; states and parameters are zero when `act` is called.
@@ -103,6 +105,9 @@ class TilePass:
         Returns what waits for the end of an accelerator's work on the buffer, before the buffer is used; None: the buffer is
         ready, or there is none.
         """
+        if self._is_far(tile):
+            assert slot is not None
+            return functools.partial(self._step_far, tile, slot)
         start_ns = time.monotonic_ns()
         try:
             if self.is_brought(tile):
@@ -162,17 +167,22 @@ class TilePass:
         return bool(self._lasting_parts(tile))
 
     def is_brought(self, tile: Tile) -> bool:
-        """Whether its gradients come from an accelerator to its buffer."""
-        return self._link is not None and tile.home is not Tier.DEVICE and not tile.is_sent
+        """Whether its gradients or weights come from an accelerator to its buffer."""
+        return self._brings_gradients(tile) or self._is_far(tile)
 
     def bring(self, tile: Tile, slot: Slot) -> None:
-        """Copies a tile's gradients from an accelerator to its buffer. Blocks; may be called in any thread."""
-        grads = self._shards.homes.store.view(tile.live.unit)
-        assert self._link is not None and grads is not None
+        """Copies a tile's gradients and weights from an accelerator to its buffer. Blocks; may be called in any thread."""
+        assert self._link is not None
         activate(self._link.device)
         with on(self._link):
-            self._shards.homes.store.await_end(tile.live.unit)
-            self._gradient_buffer(tile, slot).copy_(grads[tile.elements], non_blocking=True)
+            if self._brings_gradients(tile):
+                grads = self._shards.homes.store.view(tile.live.unit)
+                assert grads is not None
+                self._shards.homes.store.await_end(tile.live.unit)
+                self._gradient_buffer(tile, slot).copy_(grads[tile.elements], non_blocking=True)
+            if self._is_far(tile):
+                assert tile.live.shard is not None
+                self._weight_buffer(tile, slot).copy_(tile.live.shard[tile.elements], non_blocking=True)
             copied = record(self._link)
         copied.synchronize()
 
@@ -246,6 +256,19 @@ class TilePass:
         return kept.steps
 
     # ---- the work on a tile ------------------------------------------------------------------------------------------------
+
+    def _step_far(self, tile: Tile, slot: Slot) -> None:
+        """All the work on a tile whose weights rest on an accelerator. Blocks; in a thread of the program."""
+        self.bring(tile, slot)
+        start_ns = time.monotonic_ns()
+        self._compute(tile, slot)
+        self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
+        assert self._link is not None and tile.live.shard is not None
+        tile.live.await_home()
+        with on(self._link):
+            tile.live.shard[tile.elements].copy_(self._weight_buffer(tile, slot), non_blocking=True)
+            left = record(self._link)
+        left.synchronize()
 
     def _compute(self, tile: Tile, slot: Slot | None) -> None:
         params, states = self._params(tile, slot), self._states(tile, slot)
@@ -346,6 +369,17 @@ class TilePass:
         is_there = self.is_step and (tile.home is Tier.DEVICE or tile.is_sent)
         return self._store.device if is_there else torch.device("cpu")
 
+    def _is_far(self, tile: Tile) -> bool:
+        """Whether its weights rest on an accelerator, and the CPU steps it in a buffer."""
+        return self._is_stepped_here(tile) and tile.weights_are_there
+
+    def _brings_gradients(self, tile: Tile) -> bool:
+        return self._is_stepped_here(tile) and self._shards.homes.store.home is Tier.DEVICE
+
+    def _is_stepped_here(self, tile: Tile) -> bool:
+        """Whether what a tile's step needs of an accelerator comes to its buffer."""
+        return self._link is not None and tile.home is not Tier.DEVICE and not tile.is_sent
+
     def _is_sent(self, tile: Tile) -> bool:
         """Whether a tile is copied to an accelerator for the work on it."""
         return self.is_step and tile.is_sent
@@ -354,7 +388,7 @@ class TilePass:
         """Whether all data of a tile's step is in host memory, or in its buffer."""
         shard, grads = tile.live.shard, self._shards.homes.store.home
         is_here = shard is None or shard.device.type == "cpu"
-        has_grads = self._grads is not None or grads is not Tier.DEVICE or self.is_brought(tile)
+        has_grads = self._grads is not None or grads is not Tier.DEVICE or self._brings_gradients(tile)
         return is_here and has_grads and tile.home is not Tier.DEVICE and not self._is_sent(tile)
 
     def _is_in_memory(self, tile: Tile) -> bool:
@@ -364,7 +398,7 @@ class TilePass:
 
     def _is_in_buffer(self, tile: Tile) -> bool:
         """Whether a step finds all of a tile in its buffer."""
-        has_grads = self._reads_gradients or self.is_brought(tile) or not self.is_step
+        has_grads = self._reads_gradients or self._brings_gradients(tile) or not self.is_step
         return tile.home is Tier.NVME and tile.live.shard is None and has_grads and not self._is_sent(tile)
 
     def _near(self, tile: Tile, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
@@ -412,19 +446,19 @@ class TilePass:
         if not self._reads_gradients:
             return []
         entry, offset = self._shards.homes.store.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
-        return [(entry, offset, _gradient_place(tile), tile.grad_bytes)]
+        return [(entry, offset, tile.grad_place, tile.grad_bytes)]
 
     def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:
         if not self.is_step:
             return None
         at_home = self._grads if self._grads is not None else self._shards.homes.store.view(tile.live.unit)
-        if at_home is not None and not self.is_brought(tile):
+        if at_home is not None and not self._brings_gradients(tile):
             return self._brought(tile, at_home[tile.elements])
         return self._brought(tile, self._gradient_buffer(tile, slot))
 
     def _gradient_buffer(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         """Its place in a tile's buffer."""
-        return _bytes_in(slot, _gradient_place(tile), tile.grad_bytes).view(tile.grad_dtype)
+        return _bytes_in(slot, tile.grad_place, tile.grad_bytes).view(tile.grad_dtype)
 
     def _states(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         """The bytes of a tile's states, where they rest or in its buffer."""
@@ -439,17 +473,16 @@ class TilePass:
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         if self._second is not None:
             return self._second.weights[tile.elements]
+        if self._is_far(tile):
+            return self._weight_buffer(tile, slot)
         if tile.live.shard is not None:
             tile.live.await_home()
             return self._near(tile, tile.live.shard[tile.elements])
-        in_buffer = _bytes_in(slot, tile.room_bytes, tile.slice_bytes).view(tile.dtype)
-        return self._near(tile, in_buffer, self._reads_weight(tile))
+        return self._near(tile, self._weight_buffer(tile, slot), self._reads_weight(tile))
 
-
-def _gradient_place(tile: Tile) -> int:
-    """The place of a tile's gradients in its buffer, which holds nothing else if all else rests in memory."""
-    is_alone = tile.home is not Tier.NVME and tile.live.entry is None
-    return 0 if is_alone else tile.room_bytes + tile.slice_bytes
+    def _weight_buffer(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
+        """The place of its weights in a tile's buffer."""
+        return _bytes_in(slot, tile.weight_place, tile.slice_bytes).view(tile.dtype)
 
 
 def _bytes_in(slot: Slot | None, place: int, num_bytes: int) -> torch.Tensor:

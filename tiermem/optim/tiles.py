@@ -68,7 +68,8 @@ class StateTiles:
         self._shards = shards
         self._store = shards.store
         self._find_rule = find_rule
-        self._link = new_stream(shards.device) if shards.plan.brings_gradients else None
+        is_brought = shards.plan.brings_gradients or shards.plan.brings_weights
+        self._link = new_stream(shards.device) if is_brought else None
         self._stream: TileStream | None = None  # for tiles that are sent to an accelerator
         self._num_moments = 0  # of a tile
         self.tiles: list[Tile] = []

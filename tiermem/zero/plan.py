@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.native import NORM_BLOCK
-from tiermem.swap.ranges import round_up
-from tiermem.swap.torch_step import CHUNK, SCRATCH_BYTES
+from tiermem.swap.ranges import round_up, within
+from tiermem.swap.torch_step import step_scratch_bytes, sum_scratch_bytes
 from tiermem.zero.gather import secondary_numel
 from tiermem.zero.packed import gathers_packed, needs_wire, wire_bytes
 from tiermem.zero.quantised import scratch_bytes
@@ -123,6 +124,11 @@ class Plan:
     def brings_gradients(self) -> bool:
         """Whether gradients that rest on an accelerator come to buffers of tiles that the CPU steps."""
         return self.grads is Tier.DEVICE and bool(self.on_device) and self.states is not Tier.DEVICE
+
+    @property
+    def brings_weights(self) -> bool:
+        """Whether weights that rest on an accelerator come to buffers of tiles that the CPU steps, and go back."""
+        return bool(self.on_device) and Tier.DEVICE in self.unit_homes.values() and self.states is not Tier.DEVICE
 
     @property
     def crosses_link(self) -> bool:
@@ -317,14 +323,15 @@ class Planner:
         sheet.add(_UNDO, Tier.HOST, sum(states for _, states in drafts), why)
         second = [*(self._drafted if attempt else ()), *(unit for unit in self._undone if unit.index in drafted)]
         streams = Tier.NVME in (self._states, grads, *self._homes.values())
-        brings = self._is_gpu and grads is Tier.DEVICE and self._states is not Tier.DEVICE
+        brings_grads = self._is_gpu and grads is Tier.DEVICE is not self._states
+        brings_weights = self._is_gpu and bool(at_home[Tier.DEVICE]) and self._states is not Tier.DEVICE
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
-        size_of = tile_bytes if streams else grad_bytes  # of tiles in memory their gradients alone
+        size_of = tile_bytes if streams else partial(_brought_bytes, grads=brings_grads, weights=brings_weights)
         tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._cut_alike)
-        why, crosses = f"of {tile_numel} elements", self._crosses or brings
-        tiles = sheet.buffers("tile", num_tiles * (streams or brings), tile_sizes, why, crosses_link=crosses)
-        there = self._add_steps_there(sheet, tile_numel)
+        why, crosses = f"of {tile_numel} elements", self._crosses or brings_grads or brings_weights
+        tiles = sheet.buffers("tile", num_tiles, tile_sizes, why, crosses_link=crosses)
+        there = self._add_steps_there(sheet, tile_numel, grads)
         sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
         outside_bytes = self._add_outside(sheet, grads)
         return Plan(
@@ -399,10 +406,13 @@ class Planner:
         scratch = sum(map(scratch_bytes, sizes)) * self._is_gpu
         sheet.add(PACKING, Tier.DEVICE, scratch, "fp32 copies of pieces of blocks that are sent and received")
 
-    def _add_steps_there(self, sheet: _Sheet, tile_numel: int) -> Buffers:
+    def _add_steps_there(self, sheet: _Sheet, tile_numel: int, grads: Tier | None) -> Buffers:
         """Adds the rows of an accelerator's memory for steps; returns the buffers of tiles that rest elsewhere."""
-        if self._crosses and self._trainable:
+        largest = max((unit.shard_numel for unit in self._trainable), default=0)
+        if self._crosses and largest:
             sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "one tile's values in fp32 and its copies")
+        elif grads is Tier.DEVICE:
+            sheet.add("step", Tier.DEVICE, sum_scratch_bytes(largest), "one part's squares in fp64, for the norm")
         policy, count = self._policy, _STREAM_BUFFERS * (self._streamed_part > 0)
         sizes = (tile_bytes(u, tile_numel, policy) for u, _ in self._cut_alike)
         return sheet.buffers("stream", count, sizes, f"streamed_ratio={policy.streamed_ratio}", tier=Tier.DEVICE)
@@ -499,9 +509,10 @@ def grad_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
     return min(tile_numel, unit.shard_numel) * policy.precision.grad_dtype(unit.dtype).itemsize
 
 
-def step_scratch_bytes(tile_numel: int) -> int:
-    """What an accelerator takes beside the states of a tile that it steps, at most: fp32 values, its weights and gradients."""
-    return min(tile_numel, CHUNK) * (SCRATCH_BYTES // CHUNK) + tile_numel * 2 * FP32_BYTES
+def _brought_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy, grads: bool, weights: bool) -> int:
+    """Bytes of what comes from an accelerator to the buffer of a tile in memory."""
+    weight_bytes = min(tile_numel, unit.shard_numel) * unit.dtype.itemsize
+    return weight_bytes * weights + grad_bytes(unit, tile_numel, policy) * grads
 
 
 def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tuple[int, int]]:
@@ -509,16 +520,6 @@ def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tup
     layout, step = planned_layout(unit, policy), round_up(tile_numel, UNIT_ALIGN)
     whole, rest = divmod(unit.shard_numel, step)
     return [(layout.total_bytes(numel), count) for numel, count in ((step, whole), (rest, 1)) if numel * count]
-
-
-def within(sizes: Sequence[int], num_bytes: int) -> list[bool]:
-    """Chooses things of these sizes, evenly spread, that take at most `num_bytes` together; those of no size in any case."""
-    due, total, chosen = 0, sum(sizes), []
-    for size in sizes:
-        due += size * num_bytes
-        chosen.append(due >= size * total)
-        due -= size * total * chosen[-1]
-    return chosen
 
 
 def _pages(sizes: Iterable[int]) -> int:

@@ -63,7 +63,8 @@ def carve(store: TensorStore, plan: Plan, kept: Pools | None = None) -> Pools:
     kept: buffers of another plan; those that `give_back` has left are kept.
     """
 
-    crossing = ["shards", "links", "activations"] + ["tiles"] * (plan.crosses_link or plan.brings_gradients)
+    crosses = plan.crosses_link or plan.brings_gradients or plan.brings_weights  # what tiles hold
+    crossing = ["shards", "links", "activations"] + ["tiles"] * crosses
     if plan.grads is None and plan.crosses_link:
         crossing.append("gradients")
 

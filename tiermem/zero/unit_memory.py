@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from tiermem.swap.accelerator import activate, current_stream, is_accelerator, new_stream, on, record
+from tiermem.swap.accelerator import activate, current_stream, is_accelerator, is_capturing, new_stream, on, record
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.device_memory import DeviceMemory, DevicePool
 from tiermem.swap.move import Move
@@ -400,8 +400,16 @@ class UnitMemory:
             self._home_read = None
 
     def use(self) -> None:
-        """Registers the current stream as a user, from the time when the memory is filled. Does nothing on a CPU."""
+        """Registers the current stream as a user, from the time when the memory is filled. Does nothing on a CPU.
+
+        Raises RuntimeError while a graph is captured, if the memory comes and goes.
+        """
         if self._owner is not None:
+            if not self._is_held and is_capturing(self._owner.device):
+                raise RuntimeError(
+                    f"a graph is being captured with unit {self.unit.name!r}, whose weights have another address after each "
+                    "fetch: capture modules whose weights stay on the device (on one rank, without offload_param), or none"
+                )
             stream = current_stream(self._owner.device)
             self._ends.pop(stream.stream_id, None)
             if stream.stream_id not in self._users:
