@@ -47,6 +47,10 @@ ADDED = {
     "steps that are planned while ranks exchange norms": (0, 35),
     "what passes between ranks in slabs of a device": (0, 55),
     "a rank that dies amid a message": (0, 22),
+    "weights at rest on a device that come to tiles; what is refused in a capture; the norm's room": (0, 67),
+    "scalars and places that a step on ranks asks for once": (0, 33),
+    "a plan's step is played when asked, by a simulator that counts": (0, 29),
+    "two gradients that leave a device, in its plan": (0, 2),
 }
 """What each ability has added since: files, lines. A new ability has a line of its own; nothing else may raise the numbers."""
 

@@ -236,7 +236,9 @@ class Activations(NamedTuple):
             ("gradients before", sizes.block_numel * at_rest, "the last block's: freed, kept by the C library's heap"),
             ("allocator", heap, heap_why),
         ]
-        terms += [] if self.is_gpu else on_cpu_only
+        leaving_why = "two blocks', on their way home while the next one's are computed"
+        on_gpu_only = [("gradients leaving", 2 * sizes.block_numel * at_rest, leaving_why)]
+        terms += on_gpu_only if self.is_gpu else on_cpu_only
         return [Row(what, tier, num_bytes, why) for what, num_bytes, why in terms]
 
     def placements(

@@ -18,10 +18,10 @@ from tiermem.swap.parts import Dither, StepParts, StepRule
 from tiermem.swap.torch_step import block_sums_in_torch, memory_traffic, step_in_torch
 from tiermem.zero.gather import spans_of
 from tiermem.zero.packed import gathers_packed
-from tiermem.zero.plan import Plan, planned_layout
+from tiermem.zero.plan import Plan
 from tiermem.zero.quantised import INT8
 from tiermem.zero.reduce import Bucket
-from tiermem.zero.state_layout import StateLayout
+from tiermem.zero.state_layout import StateLayout, planned_layout
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Division, Unit, ranges_in, reads_weights_again
 

@@ -20,8 +20,8 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.parts import Q8_BLOCK, num_scales
 from tiermem.swap.ranges import ByteRange, round_up, within
-from tiermem.zero.plan import Plan, planned_layout
-from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart
+from tiermem.zero.plan import Plan
+from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart, planned_layout
 from tiermem.zero.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.zero.unit_state import LiveUnit
 

@@ -29,7 +29,7 @@ from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream
 from tiermem.swap.native import narrow_part, widen_part
 from tiermem.zero.collectives import total
-from tiermem.zero.plan import Plan, keeps_initial_master
+from tiermem.zero.plan import Plan
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import (
     MASTER,
@@ -37,6 +37,7 @@ from tiermem.zero.state_layout import (
     StatePart,
     StatePieces,
     is_positive,
+    keeps_initial_master,
     keeps_sums,
     weight_runs,
 )

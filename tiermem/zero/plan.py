@@ -17,7 +17,13 @@ from tiermem.zero.gather import secondary_numel
 from tiermem.zero.packed import gathers_packed, needs_wire, wire_bytes
 from tiermem.zero.quantised import scratch_bytes
 from tiermem.zero.reduce import MOST_UNDER_WAY, largest_buffer, largest_column
-from tiermem.zero.state_layout import FP32_BYTES, StateLayout
+from tiermem.zero.state_layout import (
+    FP32_BYTES,
+    brought_bytes,
+    keeps_initial_master,
+    state_sizes,
+    tile_bytes,
+)
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
@@ -156,17 +162,6 @@ class Plan:
         )
 
 
-def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
-    """The state layout of a unit when the optimizer keeps as many moments as the policy plans for."""
-    return StateLayout(unit.dtype, policy.precision, policy.num_moments)
-
-
-def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
-    """Whether a unit's fp32 initial values are kept until its first step, beside its low-precision parameters."""
-    has_master = policy.precision.master_of(unit.dtype) is not None
-    return policy.master_from == "init" and unit.is_trainable and not unit.was_unfrozen and has_master
-
-
 def keeps_secondary(policy: OffloadPolicy, num_shards: int) -> bool:
     """Whether near ranks keep a second copy of gathered parameters: only if other ranks are far."""
     return 1 < policy.secondary_group_size < num_shards
@@ -282,7 +277,7 @@ class Planner:
 
     def _draft_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
         """Bytes of the second copies of a unit's weights and of its states."""
-        states = sum(_page(size) * count for size, count in _state_sizes(unit, tile_numel, self._policy))
+        states = sum(_page(size) * count for size, count in state_sizes(unit, tile_numel, self._policy))
         return _page(unit.shard_bytes), states
 
     def plan(self, choice: Choice, resident_bytes: int, room_bytes: int = 0, drafted: Collection[int] = ()) -> Plan:
@@ -327,7 +322,7 @@ class Planner:
         brings_weights = self._is_gpu and bool(at_home[Tier.DEVICE]) and self._states is not Tier.DEVICE
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
-        size_of = tile_bytes if streams else partial(_brought_bytes, grads=brings_grads, weights=brings_weights)
+        size_of = tile_bytes if streams else partial(brought_bytes, grads=brings_grads, weights=brings_weights)
         tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._cut_alike)
         why, crosses = f"of {tile_numel} elements", self._crosses or brings_grads or brings_weights
         tiles = sheet.buffers("tile", num_tiles, tile_sizes, why, crosses_link=crosses)
@@ -457,7 +452,7 @@ class Planner:
         tiles = [
             (size, num * count)
             for unit, num in self._cut_alike
-            for size, count in _state_sizes(unit, tile_numel, self._policy)
+            for size, count in state_sizes(unit, tile_numel, self._policy)
         ]
         states = sum(_page(size) * count for size, count in tiles)
         home = self._states
@@ -495,31 +490,6 @@ class Planner:
         sheet.add(_ATTEMPTS, Tier.NVME, attempt, why)
         sheet.add(_DRAFTS, Tier.HOST, _pages(u.shard_bytes for u in self._drafted) * is_attempted, why)
         return frozen, attempt
-
-
-def tile_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
-    """Bytes of a tile's buffer: its states, and its slices of the parameters and of the gradients."""
-    numel = min(tile_numel, unit.shard_numel)
-    states = planned_layout(unit, policy).buffer_bytes(numel, keeps_initial_master(unit, policy))
-    return states + numel * unit.dtype.itemsize + grad_bytes(unit, tile_numel, policy)
-
-
-def grad_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
-    """Bytes of a tile's gradients."""
-    return min(tile_numel, unit.shard_numel) * policy.precision.grad_dtype(unit.dtype).itemsize
-
-
-def _brought_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy, grads: bool, weights: bool) -> int:
-    """Bytes of what comes from an accelerator to the buffer of a tile in memory."""
-    weight_bytes = min(tile_numel, unit.shard_numel) * unit.dtype.itemsize
-    return weight_bytes * weights + grad_bytes(unit, tile_numel, policy) * grads
-
-
-def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tuple[int, int]]:
-    """(bytes of one tile's states, number of such tiles) for the tiles of a unit."""
-    layout, step = planned_layout(unit, policy), round_up(tile_numel, UNIT_ALIGN)
-    whole, rest = divmod(unit.shard_numel, step)
-    return [(layout.total_bytes(numel), count) for numel, count in ((step, whole), (rest, 1)) if numel * count]
 
 
 def _pages(sizes: Iterable[int]) -> int:

@@ -18,10 +18,10 @@ from tiermem.zero.collectives import share
 from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.zero.init_params import ParametersInInit, Put, into
 from tiermem.zero.packed import PackedGather, gathers_packed
-from tiermem.zero.plan import Plan, keeps_initial_master, keeps_secondary
+from tiermem.zero.plan import Plan, keeps_secondary
 from tiermem.zero.pools import Pools
 from tiermem.zero.quantised import BlockFormat, pack_into
-from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
+from tiermem.zero.state_layout import StatePieces, keeps_initial_master, keeps_sums, weight_runs
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
 from tiermem.zero.unit_memory import LAYOUTS, Passage, UnitMemory, apart

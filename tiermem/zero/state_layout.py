@@ -19,7 +19,7 @@ from tiermem.swap.parts import Moment, Quantised, num_scales
 from tiermem.swap.ranges import ByteRange, Numbers, round_up
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.quantised import BLOCK, BlockFormat, byte_ranges
-from tiermem.zero.unit import Shard, Unit, own_numel, ranges_in
+from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit, own_numel, ranges_in
 
 # ---- the layout of a tile --------------------------------------------------------------------------------------------
 
@@ -161,6 +161,45 @@ def _piece(moment: Moment, start: int, numel: int) -> Moment:
         scales = moment.scales[num_scales(start) : num_scales(start + numel)]
         return Quantised(moment.codes[start : start + numel], scales)
     return moment[start : start + numel]
+
+
+# ---- the tiles of a unit, as a plan counts them ----------------------------------------------------------------------
+
+
+def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
+    """The state layout of a unit when the optimizer keeps as many moments as the policy plans for."""
+    return StateLayout(unit.dtype, policy.precision, policy.num_moments)
+
+
+def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
+    """Whether a unit's fp32 initial values are kept until its first step, beside its low-precision parameters."""
+    has_master = policy.precision.master_of(unit.dtype) is not None
+    return policy.master_from == "init" and unit.is_trainable and not unit.was_unfrozen and has_master
+
+
+def tile_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
+    """Bytes of a tile's buffer: its states, and its slices of the parameters and of the gradients."""
+    numel = min(tile_numel, unit.shard_numel)
+    states = planned_layout(unit, policy).buffer_bytes(numel, keeps_initial_master(unit, policy))
+    return states + numel * unit.dtype.itemsize + grad_bytes(unit, tile_numel, policy)
+
+
+def grad_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
+    """Bytes of a tile's gradients."""
+    return min(tile_numel, unit.shard_numel) * policy.precision.grad_dtype(unit.dtype).itemsize
+
+
+def brought_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy, grads: bool, weights: bool) -> int:
+    """Bytes of what comes from an accelerator to the buffer of a tile in memory."""
+    weight_bytes = min(tile_numel, unit.shard_numel) * unit.dtype.itemsize
+    return weight_bytes * weights + grad_bytes(unit, tile_numel, policy) * grads
+
+
+def state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tuple[int, int]]:
+    """(bytes of one tile's states, number of such tiles) for the tiles of a unit."""
+    layout, step = planned_layout(unit, policy), round_up(tile_numel, UNIT_ALIGN)
+    whole, rest = divmod(unit.shard_numel, step)
+    return [(layout.total_bytes(numel), count) for numel, count in ((step, whole), (rest, 1)) if numel * count]
 
 
 # ---- pieces with checksums -------------------------------------------------------------------------------------------
