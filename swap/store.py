@@ -265,7 +265,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
     def view(self, name: str) -> torch.Tensor:
         """Returns the home itself of a tensor on HOST or DEVICE; changes need no write-back. Raises RuntimeError on NVME."""
-        return self._entries[name].tensor(self._slot_of(name))
+        slot = self._slot_of(name)
+        return self._entries[name].tensor(slot)
 
     def address(self, name: str) -> int:
         """Returns the address of what `view` returns, in less time. Raises as `view`."""
