@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from aio_events import aio_events
 from lies import Lies
 from mounts import mount as mount
 
@@ -28,9 +29,10 @@ def _engine_or_skip(name: str) -> str:
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every engine that can run here."""
-    return _engine_or_skip(request.param)
+    with aio_events():
+        yield _engine_or_skip(request.param)
 
 
 @pytest.fixture

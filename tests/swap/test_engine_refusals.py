@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from aio_events import aio_events
 
 from tiermem.swap.native import READ, WRITE, IoSettings, Map, Op, Queue
 
@@ -75,19 +76,20 @@ def aio_exhausted() -> Iterator[int]:
         pytest.skip(f"fs.aio-max-nr is {limit}: taking all would need too much memory")
     contexts: list[ctypes.c_ulong] = []
     num_events = 1 << 16
-    try:
-        while num_events:
-            context = ctypes.c_ulong(0)
-            if _LIBC.syscall(io_setup, num_events, ctypes.byref(context)) == 0:
-                contexts.append(context)
-            elif ctypes.get_errno() == errno.EAGAIN:
-                num_events //= 2
-            else:
-                pytest.skip(f"no Linux AIO here: {os.strerror(ctypes.get_errno())}")
-        yield limit
-    finally:
-        for context in contexts:
-            _LIBC.syscall(io_destroy, context)
+    with aio_events(takes_all=True):
+        try:
+            while num_events:
+                context = ctypes.c_ulong(0)
+                if _LIBC.syscall(io_setup, num_events, ctypes.byref(context)) == 0:
+                    contexts.append(context)
+                elif ctypes.get_errno() == errno.EAGAIN:
+                    num_events //= 2
+                else:
+                    pytest.skip(f"no Linux AIO here: {os.strerror(ctypes.get_errno())}")
+            yield limit
+        finally:
+            for context in contexts:
+                _LIBC.syscall(io_destroy, context)
 
 
 def check_bytes(queue: Queue, folder: Path, memory: Map) -> None:
