@@ -48,7 +48,7 @@ ADDED = {
     "what passes between ranks in slabs of a device": (0, 55),
     "a rank that dies amid a message": (0, 22),
     "weights at rest on a device that come to tiles; what is refused in a capture; the norm's room": (0, 67),
-    "scalars and places that a step on ranks asks for once": (0, 34),
+    "scalars and places that a step on ranks asks for once": (0, 35),
     "a plan's step is played when asked, by a simulator that counts": (0, 29),
     "two gradients that leave a device, in its plan": (0, 2),
 }

@@ -166,11 +166,12 @@ class ShardedModel:
         """The step of a parameter that has a gradient, of that number. made: earlier ones, shared in a group."""
         if (found := self._find_rule(shard.param)) is None:
             return None
-        (group, rule), factor, made = found, factor * shard.gradient.factor, {} if made is None else made
+        group, rule = found
+        factor *= shard.gradient.factor
         like = id(group), rule, num_steps, factor, rule.is_matrix and shard.shape
-        if like not in made:
-            made[like] = rule.scalars(group, num_steps, factor, shard.shape)
-        return made[like]
+        if made is None or (step := made.get(like)) is None:
+            step = rule.scalars(group, num_steps, factor, shard.shape)
+        return step if made is None else made.setdefault(like, step)
 
     def _regather(self, trainable: list[LiveUnit]) -> None:
         for live in trainable:

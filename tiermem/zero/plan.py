@@ -318,7 +318,7 @@ class Planner:
         sheet.add(_UNDO, Tier.HOST, sum(states for _, states in drafts), why)
         second = [*(self._drafted if attempt else ()), *(unit for unit in self._undone if unit.index in drafted)]
         streams = Tier.NVME in (self._states, grads, *self._homes.values())
-        brings_grads = self._is_gpu and grads is Tier.DEVICE is not self._states
+        brings_grads = self._is_gpu and grads is Tier.DEVICE and self._states is not Tier.DEVICE
         brings_weights = self._is_gpu and bool(at_home[Tier.DEVICE]) and self._states is not Tier.DEVICE
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
