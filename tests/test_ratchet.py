@@ -51,6 +51,7 @@ ADDED = {
     "scalars and places that a step on ranks asks for once": (0, 35),
     "a plan's step is played when asked, by a simulator that counts": (0, 29),
     "two gradients that leave a device, in its plan": (0, 2),
+    "rows of numbers that do not pass each other between ranks": (0, 40),
 }
 """What each ability has added since: files, lines. A new ability has a line of its own; nothing else may raise the numbers."""
 

@@ -73,6 +73,7 @@ def main() -> None:
             if about not in twins:
                 twins[about] = train_twin(*about)
             found[name] = train(case, Path(nvme)) | {"twin": twins[about]}
+        found["together"] = {"weights": train_together(Path(nvme))}
         torch.save(found, out)
 
 
@@ -133,6 +134,32 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         found["ends"] = {live.unit.name: end_of(live.unit.shards) for live in shards.units}
         del optim
         return found | {"losses": losses, "weights": weights_of(model)}
+
+
+def train_together(nvme: Path) -> dict[str, array.array[float]]:
+    """Trains "stage 3" beside another model of the group, which steps before it or after it and is closed before the last step.
+
+    Parameters of the other model are unfrozen on the way, so its rows of norms become longer. Returns the first one's weights.
+    """
+    model, other = seeded(zoo.Tower), seeded(zoo.Tower)
+    other.layers[0].up.requires_grad_(False)
+    policy = OffloadPolicy(stage=3, persistence_numel=50, paths=[nvme], reduce_bucket_numel=BUCKET_NUMEL)
+    with tiermem.shard(model, policy):
+        optims = [tiermem.AdamW(model.parameters(), lr=LR)]
+        with tiermem.shard(other, policy):
+            optims.append(tiermem.AdamW(other.parameters(), lr=LR))
+            for step in range(NUM_STEPS - 1):
+                for each in (model, other):
+                    loss_of(each, step * NUM_MICRO, dist.get_rank()).backward()
+                for optim in optims[:: 1 if step % 2 else -1]:
+                    optim.step()
+                    optim.zero_grad()
+                other.layers[0].up.requires_grad_(True)
+            loss_of(other, NUM_STEPS, dist.get_rank()).backward()  # no step follows
+            optims.pop()
+        loss_of(model, (NUM_STEPS - 1) * NUM_MICRO, dist.get_rank()).backward()
+        optims.pop().step()
+        return weights_of(model)
 
 
 def count_planned(tiles: Any) -> list[bool]:

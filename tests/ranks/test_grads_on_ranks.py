@@ -44,6 +44,10 @@ def test_no_bit_depends_on_tier_overlap_buckets_or_packing(case: str, found: Fou
             assert rank[case]["norm"] == expected["norm"]
 
 
+def test_models_of_one_group_step_in_any_order(found: Found) -> None:
+    assert all(rank["together"]["weights"] == rank["stage 3"]["weights"] for rank in found)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_end_with_the_same_weights(case: str, found: Found) -> None:
     assert all(rank[case]["weights"] == found[0][case]["weights"] for rank in found)

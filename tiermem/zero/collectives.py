@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from tiermem.swap.accelerator import to_device
 from tiermem.zero.failures import OtherGroups, meet
 from tiermem.zero.topology import Topology
 
 # ---- messages between CPU ranks --------------------------------------------------------------------------------------
 #
 #     send_to_all    my piece to every other rank, theirs to me        an all-gather, received in its final place
-#     give_row       the same for one small row, without marks
+#     RowSums        sums of a small row over all ranks, again and again, without marks
 #     swap_rows      my row r to rank r, one row from each rank        an all-to-all
 #
 # gloo's all-gather copies through a buffer. gloo also matches collectives by counting them: ranks that have gone
@@ -31,8 +35,13 @@ from tiermem.zero.topology import Topology
 
 GATHER_TAG = 1 << 20  # tags of the user's own messages begin at 0
 REDUCE_TAG = 1 << 29
+_ROWS_TAG = 3 << 28
 _MARK_TAG = (1 << 30) - 1
 _MARK = torch.zeros(1, dtype=torch.uint8)  # its value means nothing
+
+# The rows and the receives of every `RowSums` on a group. They live as long as the group: a row that has been asked for may
+# come after its model has been closed.
+_EXPECTED: WeakKeyDictionary[dist.ProcessGroup, list[tuple[torch.Tensor, dict[int, Any]]]] = WeakKeyDictionary()
 
 
 def sends_directly(group: dist.ProcessGroup | None, device: torch.device) -> bool:
@@ -52,21 +61,6 @@ def marked(group: dist.ProcessGroup, messages: list[Any]) -> list[Any]:
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     marks = [group.recv([_MARK], rank, _MARK_TAG) for rank in others]
     return marks + messages + [group.send([_MARK], rank, _MARK_TAG) for rank in others]
-
-
-def give_row(topology: Topology, what: str, rows: torch.Tensor, mine: torch.Tensor) -> Pending:
-    """Starts giving a flat tensor to every rank of the group, and filling a row with that of each. Does not block.
-
-    Small messages go from this thread: no thread of gloo has to wake up for them. Raises RankLost.
-    """
-    group = topology.group
-    if group is None or not sends_directly(group, mine.device):
-        return start(topology, what, dist.all_gather_into_tensor, rows.view(-1), mine)
-    rows[group.rank()].copy_(mine)
-    with explaining(topology, what):
-        works = send_to_all(group, group.rank(), list(rows), REDUCE_TAG - 2)
-    topology.traffic.add("all_gather_into_tensor", what, rows.nbytes, "world")
-    return Pending(topology, what, [works], [rows])
 
 
 def swap_rows(
@@ -176,6 +170,75 @@ class Pending:
                 raise failure
         finally:
             failure = None  # else its traceback keeps this frame alive
+
+
+class RowSums:
+    """Sums of a small row of numbers over all ranks of the group, again and again.
+
+    Between CPUs a row travels as one message, and no two messages pass each other between two ranks:
+
+        the lower rank   asks for the other's row and gives its own
+        the higher rank  when it has that row, asks for the next one and gives its own
+
+    So a thread of gloo finds its lock free. (It tries the lock, which our thread holds while it asks or gives, again and again
+    until it has it: where both share a core, for the 3 to 5 ms after which the system lets our thread go on.) A row is asked
+    for before it is given, so each object has a tag of its own.
+
+    Rows should seldom change their length: then this one starts anew. All ranks make and change theirs in the same order.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._tag: int | None = None
+        self._resize(0)
+
+    def _resize(self, numel: int) -> None:
+        group, device = self._topology.group, self._topology.control_device
+        self._in_turn = torch.zeros(2, self._topology.world, numel, dtype=torch.float64, device=device)
+        self._next = 0  # which of the two is filled next: while one is added up, rows arrive in the other
+        self._expected: dict[int, Any] = {}  # by lower rank: the receive of its next row
+        if group is not None and numel and sends_directly(group, device):
+            made = _EXPECTED.setdefault(group, [])
+            self._tag = _ROWS_TAG + len(made)
+            made.append((self._in_turn, self._expected))
+
+    def add_up(self, what: str, mine: Sequence[float], meanwhile: Callable[[], object] = lambda: None) -> list[float]:
+        """The sums, added in the order of ranks: the same bits on every rank. Collective; blocks. Raises RankLost.
+
+        meanwhile: called while rows travel.
+        """
+        if len(mine) != self._in_turn.shape[-1]:
+            self._resize(len(mine))
+        topology, row, rows = self._topology, torch.tensor(mine, dtype=torch.float64), self._in_turn[self._next]
+        self._next ^= 1
+        if topology.group is None or self._tag is None:
+            row = to_device(row, rows.device)
+            pending = start(topology, what, dist.all_gather_into_tensor, rows.view(-1), row)
+        else:
+            pending = self._give(what, row, rows, topology.group, self._tag)
+        meanwhile()
+        pending.wait()
+        sums: list[float] = functools.reduce(torch.add, rows).tolist()
+        return sums
+
+    def _give(self, what: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
+        me, size, after = group.rank(), group.size(), self._in_turn[self._next]
+        rows[me].copy_(row)
+
+        def rounds() -> Iterator[list[Any]]:
+            for rank in range(me):
+                yield [self._expected.pop(rank, None) or group.recv([rows[rank]], rank, tag)]
+                self._expected[rank] = group.recv([after[rank]], rank, tag)
+                works.append(group.send([row], rank, tag))
+            os.sched_yield()  # to a thread of the rank that waits for this row, where the system has put it on our core
+            yield works
+
+        works: list[Any] = []
+        with explaining(self._topology, what):
+            for rank in range(me + 1, size):
+                works += group.recv([rows[rank]], rank, tag), group.send([row], rank, tag)
+        self._topology.traffic.add("all_gather_into_tensor", what, rows.nbytes, "world")
+        return Pending(self._topology, what, rounds(), [rows, row])
 
 
 def _nothing() -> None:

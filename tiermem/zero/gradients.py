@@ -44,7 +44,7 @@ from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree
-from tiermem.zero.collectives import call, give_row, share, start, total
+from tiermem.zero.collectives import RowSums, call, share, start, total
 from tiermem.zero.gradient_link import GradientPart
 from tiermem.zero.gradient_norms import BlockSums, with_factors
 from tiermem.zero.gradient_state import Factor
@@ -97,6 +97,7 @@ class GradientHomes:
         self.num_micro_batches = 1  # a step's gradient is the mean of this many; 1: their losses were divided already
         self._factor: tuple[torch.Tensor, int, Factor] | None = None  # the last one of `factor`: its value and version
         self._sums = BlockSums()
+        self._rows = RowSums(topology)  # of `_left`, and of squares or zeros: all of one length
         self._ends: collections.deque[bool] = (
             collections.deque()
         )  # of buckets being reduced: whether its unit's home closes
@@ -229,7 +230,10 @@ class GradientHomes:
                 self._take(unit)
             self.store.join()
             return
-        self._receive(self._on_any_rank(self._left()))
+        self._drain()  # what this rank can do before the others have come
+        left = self._left()
+        sums = self._rows.add_up("comparing which gradients there are", [*left, *[0.0] * len(self._shards)])
+        self._receive([number > 0 for number in sums[: len(left)]])
 
     def _left(self) -> list[bool]:
         """Of each unit, whether this rank has a `p.grad` left; of each parameter, whether it had one in this backward."""
@@ -423,14 +427,9 @@ class GradientHomes:
 
     def _squares_or_more(self, shards: Sequence[Shard], meanwhile: Callable[[], object]) -> list[float] | None:
         """`sums_of_squares`; None: a rank had gradients left, which are received now. Ranks add in their order. Collective."""
-        topology, left = self._topology, self._left()
-        own = self._squares(shards) if topology.replica == 0 else [0.0] * len(shards)
-        mine = self._on_wire([*left, *own], torch.float64)
-        rows = mine.new_empty(topology.world, mine.numel())
-        exchange = give_row(topology, "adding up norms", rows, mine)
-        meanwhile()
-        exchange.wait()
-        sums: list[float] = functools.reduce(torch.add, rows).tolist()
+        left = self._left()
+        own = self._squares(shards) if self._topology.replica == 0 else [0.0] * len(shards)
+        sums = self._rows.add_up("adding up norms", [*left, *own], meanwhile)
         if any(sums[: len(left)]):
             self._receive([number > 0 for number in sums[: len(left)]])
             return None
