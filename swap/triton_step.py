@@ -354,6 +354,8 @@ def _sgd(
     if has_moment:
         m = m * c.momentum + g * c.one_minus_dampening
         update = g + m * c.momentum if nesterov else m
+    else:
+        m = g  # unused: Triton 3.6 returns no None
     return p - update * c.step_size, m
 
 

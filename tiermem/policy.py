@@ -198,7 +198,9 @@ class OffloadPolicy:
     loads_masters: bool = True
     """Take masters from an optimizer's state dict that has them; False: make them from the (low-precision) parameters."""
     step_in_backward: bool = False
-    """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
+    """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises.
+    With an accelerator, autograd's thread waits for each unit's gradients: host memory has them, and they are found finite,
+    before a state changes. It does not wait for the steps; `step()` waits once, for the last of them."""
     accumulation: Annotated[AccumulationOrder, _SHARDED_PARAMS] = "batches"
     """How the micro-batches of a step run: one after the other through the model, each fetching every unit; or, in
     `Engine.train_batch` and TiermemTrainer, all of them through one block after the other, so that each fetch serves all

@@ -203,8 +203,7 @@ MUTANTS = {
         TilePass, "_step_far", "tile.live.await_home()", "pass", "evaluated_aside", "states on host"
     ),
     "a buffer of gradients is filled again while a step in backward reads it": Mutant(
-        TilePass, "finish", "if self._stream is not None or self._grads is not None:", "if self._stream is not None:",
-        "branches_stepped_in_backward", "host, states on device",
+        GradientStore, "open", "self._read.synchronize()", "pass", "branches_stepped_in_backward", "host, states on device"
     ),
     "what backward has stepped is forgotten": Mutant(
         StateTiles, "_accept", "live.exchange(second.weights)", "pass", "plain", "host, stepped early"

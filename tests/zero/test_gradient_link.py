@@ -78,6 +78,20 @@ def test_small_gradients_leave_in_one_copy(links: Links, sim: ModuleType) -> Non
     assert [entry["name"] for entry in sim.recording()].count("copy to host") == 1
 
 
+def test_the_memory_for_packing_is_bounded(links: Links, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four gradients of 1 MiB two leave in one copy, in memory that is used again, and two alone."""
+    monkeypatch.setattr("tiermem.zero.gradient_link._ROOM_BYTES", 2 << 20)
+    groups = [[part((n, i), 1 << 18) for i in range(4)] for n in range(5)]
+    sim.synchronize()
+    sim.reset_peak_memory_stats("sim")
+    before = sim.memory_reserved("sim")
+    sim.record(True)
+    sent(links, groups)
+    sim.record(False)
+    assert [entry["name"] for entry in sim.recording()].count("copy to host") == 5 * 3
+    assert sim.max_memory_reserved("sim") - before == 2 << 20
+
+
 def test_an_error_is_raised_once_and_what_was_sent_after_it_is_skipped(links: Links, sim: ModuleType) -> None:
     taken = []
 

@@ -61,7 +61,8 @@ class OwnConfig(ConfigModel):
     """Memory of each rank, where the maths runs, that is left to the KV cache of a generation: part of device_bytes, or of
     host_bytes where the CPU computes. Not set: none is planned."""
     step_in_backward: bool = OffloadPolicy.step_in_backward
-    """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
+    """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises.
+    With an accelerator, backward waits for each unit's gradients, which are found finite before a state changes."""
     accumulation: AccumulationOrder = OffloadPolicy.accumulation
     """How the micro-batches of a step run: "batches", one after the other through the model; or "layers", all of them through
     one block after the other, so that weights are read twice a step and gradients written once, whatever their number. The

@@ -124,8 +124,8 @@ class ShardedModel:
         """Whether this norm is not finite and the policy does not apply such gradients."""
         return not math.isfinite(norm) and self._shards.policy.on_nonfinite != "apply"
 
-    def _step_unit(self, live: LiveUnit, grads: torch.Tensor) -> None:
-        """Inside backward: steps a unit with gradients that are not stored."""
+    def _step_unit(self, live: LiveUnit, grads: torch.Tensor) -> torch.Event | None:
+        """Inside backward: steps a unit with gradients that are not stored. Returns the end of an accelerator's reads."""
         shards = self._shards
         if any(self.is_refused(each) for each in shards.homes.sums_of_squares(live.unit.shards)):
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
@@ -134,6 +134,7 @@ class ShardedModel:
         self.tiles.step(self._next_steps(1.0 / shards.homes.divisor), live, grads)
         for shard in live.unit.shards:
             shard.gradient.forget()
+        return shards.steps.copied
 
     def _factor(self, scale: float, clipped: float = 1.0) -> float:
         """What multiplies the gradients in a step, if clipping does so by `clipped`."""

@@ -126,9 +126,9 @@ class TilePass:
         return ended.synchronize if slot is not None and ended is not None else None
 
     def finish(self) -> None:
-        """Ends the pass. Blocks until tiles that were sent have come back, and gradients of a caller have been read.
+        """Ends the pass. Blocks until tiles that were sent have come back, but not in backward.
 
-        Does not wait until an accelerator has brought other weights to host memory: `StepRun` has the event.
+        Does not wait until an accelerator has read gradients and brought weights to host memory: `StepRun` has the event.
         """
         if not self._has_crossed:
             return
@@ -136,7 +136,7 @@ class TilePass:
         if self._stream is not None:
             self._stream.join()
         copied = record(current_stream(self._store.device))
-        if self._stream is not None or self._grads is not None:
+        if self._stream is not None and self._grads is None:
             copied.synchronize()
         else:
             self._shards.steps.note_copied(copied)

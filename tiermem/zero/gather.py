@@ -240,7 +240,9 @@ def gather_unit(
 def assemble(topology: Topology, local: torch.Tensor, share: int, device: torch.device, what: str) -> torch.Tensor:
     """The elements of every rank's part, in the order of ranks: flat, on the CPU. Collective; blocks.
 
-    Takes memory for the whole elements on `device`, and for those on the CPU if that is another device.
+    Takes memory for the whole elements on `device`, and for those on the CPU if that is another device. On an accelerator no
+    row of a plan counts it, because no forward or backward is under way: it has the room of the gradients that autograd and the
+    link hold in backward, which is that of more than one unit.
 
     local: this rank's part, flat, with or without its padding.
     share: elements of a part with its padding.

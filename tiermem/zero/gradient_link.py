@@ -1,6 +1,6 @@
 """GradientLink: brings gradients from an accelerator to host memory while backward continues.
 
-    autograd's thread    packs small gradients, starts one copy of them and one of each large gradient, on the link's stream
+    autograd's thread    packs the smallest gradients, starts one copy of them and one of each other, on the link's stream
     helper thread        waits for the copies, stores the gradients at their home, frees the buffer
 
 The buffers are a ring of pinned memory. Autograd's thread never waits for the accelerator. It waits for a buffer when the
@@ -23,6 +23,9 @@ from tiermem.zero.unit import Shard
 
 _PACKED_BYTES = 1 << 20
 """Gradients of at most this many bytes leave in one copy: a copy alone would take its latency longer than its bytes."""
+_ROOM_BYTES = 8 << 20
+"""Of the accelerator's memory for packing, at most: one block on the link's stream, used again and again. No plan counts it:
+`tiermem plan` leaves a part of the card to torch."""
 _ALIGNMENT = 64  # bytes, of each gradient in a buffer
 
 
@@ -101,21 +104,21 @@ class GradientLink:
 
     def _copy(self, parts: Sequence[GradientPart], slot: Slot) -> list[GradientPart]:
         """Starts the copies of parts into a buffer; returns the parts there, in the same order."""
-        small = {i for i, part in enumerate(parts) if part.data.nbytes <= _PACKED_BYTES}
-        order = [*sorted(small), *(i for i in range(len(parts)) if i not in small)]
+        order = sorted(range(len(parts)), key=lambda i: parts[i].data.nbytes)
         places: dict[int, slice] = {}
-        stop = packed_bytes = 0
+        stop = packed_bytes = num_packed = 0
         for i in order:
             places[i] = slice(stop, stop + parts[i].data.nbytes)
             stop = round_up(places[i].stop, _ALIGNMENT)
-            packed_bytes = stop if i in small else packed_bytes
+            if parts[i].data.nbytes <= _PACKED_BYTES and stop <= _ROOM_BYTES:
+                packed_bytes, num_packed = stop, num_packed + 1
         if packed_bytes:
             packed = torch.empty(packed_bytes, dtype=torch.uint8, device=self._device)
-            for i in sorted(small):
+            for i in order[:num_packed]:
                 packed[places[i]].view(parts[i].data.dtype).copy_(parts[i].data)
             slot.tensor[:packed_bytes].copy_(packed, non_blocking=True)
         hosted = [p._replace(data=slot.tensor[places[i]].view(p.data.dtype)) for i, p in enumerate(parts)]
-        for i in order[len(small) :]:
+        for i in order[num_packed:]:
             hosted[i].data.copy_(parts[i].data, non_blocking=True)
         return hosted
 

@@ -255,8 +255,9 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
 # for the stream that brings a gradient, and a reader waits for that stream (`join`). The next step's gradients depend
 # on the weights that the last step wrote, so they come after that step has read the gradients before them.
 
-Consume = Callable[[Unit, torch.Tensor], None]
-"""Steps a unit with gradients that are not kept. The tensor is flat, in the unit's shard layout, valid during the call."""
+Consume = Callable[[Unit, torch.Tensor], torch.Event | None]
+"""Steps a unit with gradients that are not kept: flat, in the unit's shard layout. They stay valid until the event that it
+returns, after which an accelerator has read them; None: during the call."""
 
 
 _HERE = nullcontext()
@@ -303,6 +304,7 @@ class GradientStore:
         self._arriving: collections.deque[tuple[Unit, concurrent.futures.Future[None] | None]] = collections.deque()
         self._ends: dict[Unit, torch.Event] = {}  # after which its gradients are on DEVICE
         self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
+        self._read: torch.Event | None = None  # after which the steps of `_consume` have read their buffers
 
     def call_on_reuse(self, function: Callable[[int], None]) -> None:
         """Sets the function to call, with a unit's index, before what `kept` has returned for the unit changes."""
@@ -352,7 +354,8 @@ class GradientStore:
     def end(self, unit: Unit) -> None:
         """Sends the gradients that were added to a unit to their tier. Raises OSError, also of an earlier call.
 
-        With step_in_backward it steps the unit, on this thread: it blocks until the gradients have come.
+        With step_in_backward it steps the unit, on this thread. It blocks until the gradients have come to host memory, because
+        they may be refused before any state changes, but not until an accelerator has stepped the unit.
         """
         if self._link is not None and self.home is not None:
             self._arriving.append((unit, self._link.call(lambda: self._end(unit))))
@@ -391,6 +394,8 @@ class GradientStore:
         if at_home is not None:
             return OpenHome(unit, at_home, None)
         slot = self._take()
+        if self._read is not None:
+            self._read.synchronize()
         data = slot.tensor[: unit.shard_numel * dtype.itemsize]
         try:
             if adds:
@@ -469,7 +474,7 @@ class GradientStore:
         try:
             if self.home is None:
                 assert self._consume is not None
-                self._consume(unit, flat)
+                self._read = self._consume(unit, flat)
                 self._give_back(slot)
                 return
             data = slot.tensor[: flat.nbytes]

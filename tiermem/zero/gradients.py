@@ -319,7 +319,11 @@ class GradientHomes:
             )
 
     def begin_step(self) -> None:
-        """With step_in_backward: allows units that were stepped in the last backward to be stepped again."""
+        """With step_in_backward: allows units that were stepped in the last backward to be stepped again.
+
+        Blocks until an accelerator has stepped the last of them; `GradientStore.open` has waited for the others.
+        """
+        self._steps.finish()
         self._stepped.clear()
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
