@@ -20,6 +20,7 @@ from tiny_models import MODELS, build, samples
 from torch import nn
 from trainings import (
     IS_4,
+    TOLERANCE,
     TiermemTrainer,
     Trainer,
     arguments,
@@ -79,7 +80,7 @@ def test_losses_and_tokens_equal_those_of_two_ranks_under_ddp(names: tuple[str, 
         for name in names:
             expected, runs = found[name, "fp32"]
             for log in runs.values():
-                assert_equal(log, expected)
+                assert_equal(log, expected, max(TOLERANCE, 1e-5))  # a sum's last bit grows over ten steps of Adam
         for expected, runs in [found[name, "bf16"] for name in names if name != "clip"]:
             # The last bit of an fp32 weight may change the last bit of its bf16 value.
             assert runs["on NVMe"].losses == pytest.approx(expected.losses, rel=2**-8)
@@ -184,12 +185,18 @@ LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", LAYERS)
 def test_micro_batches_go_through_each_block_together(way: str, name: str, tmp_path: Path) -> None:
-    """Losses, norms and weights have the bits of micro-batch after micro-batch, and weights are read fewer times."""
+    """Losses, norms and weights have the bits of micro-batch after micro-batch, and weights are read fewer times.
+
+    Without dropout, for which each micro-batch but the first draws numbers of its own.
+    """
     given = {"max_steps": 4, "gradient_accumulation_steps": 4, **LAYERS[way]}
     found, read, weights = [], [], []
     for accumulation in ("batches", "layers"):
         nvme = on_nvme(tmp_path / f"{accumulation}-nvme", accumulation=accumulation, unit_buffers=2, overlap="none")
         trainer = trainer_of(TiermemTrainer, name, tmp_path / accumulation, given, tiermem=nvme)
+        for module in trainer.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
         with closing(trainer):
             trainer.train()
             found.append(log_of(trainer))
