@@ -94,6 +94,7 @@ def test_train_knows_the_same_presets() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # nine trainings, with one thread each in `make test-all`
 def test_lower_precisions_end_where_exact_does() -> None:
     """300 steps on the demo's data: compact within 0.5 % of the exact final loss, tiny within 1.5 %."""
     presets = ("exact", "compact", "tiny")
