@@ -241,6 +241,39 @@ def test_every_durability_goes_on(durability: str, tmp_path: Path) -> None:
     check_goes_on(tmp_path, own={"durability": durability}, preset="compact")
 
 
+@pytest.mark.parametrize(
+    ("saved", "named", "kept"),
+    [
+        ("none", None, "none"),
+        ("forward", None, "forward"),
+        ("backward", None, "backward"),
+        (None, None, "auto"),
+        ("none", "forward", "forward"),
+        ("forward", "none", "none"),
+    ],
+)
+def test_what_runs_beside_steps_is_as_it_was_unless_it_is_named(
+    saved: str | None, named: str | None, kept: str, tmp_path: Path
+) -> None:
+    """Nothing is clipped, so that this start would begin steps under backward by itself."""
+    own = [{} if each is None else {"overlap": each} for each in (saved, named)]
+    first = started(tmp_path, own=own[0], gradient_clipping=0.0)
+    train(first, range(3))
+    first.save_checkpoint(tmp_path / "ck")
+    losses = train(first, range(3, 6))
+    second = started(tmp_path, own=own[1], gradient_clipping=0.0, seed=3)
+    second.load_checkpoint(tmp_path / "ck")
+    assert second.shards.policy.overlap == kept
+    assert train(second, range(3, 5)) == losses[:2]
+    assert second.shards.program.is_running == (kept != "none")
+    loss = loss_of(second, 5)
+    second.backward(loss)
+    assert bool(second.shards.program.attempted) == (kept in ("auto", "backward"))
+    assert loss.item() == losses[2]
+    first.close()
+    second.close()
+
+
 def test_frozen_weights_in_8_bits_go_on(tmp_path: Path) -> None:
     zero = {"stage": 3, "zero_quantized_nontrainable_weights": True, "stage3_param_persistence_threshold": 50}
     zero["offload_param"] = zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}

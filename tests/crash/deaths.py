@@ -76,6 +76,10 @@ class Reference(NamedTuple):
     phases: list[list[tuple[str, float]]]  # each with seconds
     dies_at: int  # the turn of the run that has left something
 
+    def has(self, phase: str) -> bool:
+        """Whether every rank comes to a phase."""
+        return all(phase in dict(of_rank) for of_rank in self.phases)
+
 
 def refer(plan: Plan, num_ranks: int, scene: Scene, folder: Path, dies_at: int) -> Reference:
     """Runs once, undisturbed."""
@@ -198,11 +202,12 @@ def every_turn(plan: Plan, num_ranks: int, scene: Scene, reference: Reference) -
 def at_random(
     plan: Plan, num_ranks: int, count: int, references: dict[Scene, Reference], chance: random.Random
 ) -> Iterator[Case]:
-    """Deaths at any moment of opening what is left, training, saving and a window, a fourth each; one in four dies once more,
-    opening."""
+    """Deaths at any moment of a phase, of each of its phases but the last as many; one in four dies once more, opening."""
+    phases = [each for each in PHASES[:-1] if references["fresh"].has(each)]
     for number in range(count):
-        phase = PHASES[number % 4]
-        scene: Scene = "left" if phase == "opening" else chance.choice(("fresh", "left"))
+        phase = phases[number % len(phases)]
+        scenes: list[Scene] = [each for each, reference in references.items() if reference.has(phase)]
+        scene: Scene = "left" if phase == "opening" else chance.choice(scenes)
         deaths = [_moment(phase, num_ranks, references[scene], chance)]
         if chance.random() < 0.25:
             deaths.append(_moment("opening", num_ranks, references["left"], chance))

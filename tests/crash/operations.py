@@ -171,7 +171,7 @@ class World:
         rank = self.chance.randrange(num_ranks)
         if self.chance.random() < 0.5:
             return Death(rank, self.chance.randrange(120))
-        phase = self.chance.choice(PHASES)
+        phase = self.chance.choice((*PHASES[:4], PHASES[-1]))
         return Death(self.chance.choice((rank, None)), phase=phase, after_s=self.chance.uniform(0.0, 0.1))
 
     def _check_said(self, file: Path) -> None:

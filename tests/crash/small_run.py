@@ -6,7 +6,9 @@
 It opens the newest durable state that it finds, trains to the last step and saves on the way. Data is a function of the step
 alone, so that a run that was killed and opened says the same losses, to the bit, as one that was not. It tells which phase
 it is in: with durability="step", saving also follows a freeze, as a backward begins. A window is the forward under which the
-step before goes on. With durability="step" it says that a step is durable when the next backward has ended.
+step before goes on; speculation is what follows the first tile that a backward steps; an undo is a step that drops such tiles
+and steps them again, with the forward under which it goes on. With durability="step" it says that a step is durable when the
+next backward has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import nn
 import tiermem
 from tiermem import utils
 
-PHASES = ("opening", "training", "saving", "window", "ending")
+PHASES = ("opening", "training", "saving", "window", "speculation", "undo", "ending")
 
 
 class Plan(NamedTuple):
@@ -100,8 +102,11 @@ def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> N
     engine, *_ = tiermem.initialize(model=Small(), config=config_of(place, plan))
     opened = open_newest(engine, newest(place, plan))
     said(opened=engine.global_steps, name=opened)
+    tell_of_tiles(engine, begin)
+    num_redone = 0
     while engine.global_steps < plan.num_steps:
-        begin("window")
+        begin("window" if num_redone == engine.shards.steps.num_redone else "undo")
+        num_redone = engine.shards.steps.num_redone
         loss = step_once(engine, rank, lambda: begin("training"), lambda: say_durable(engine, plan, said))
         said(step=engine.global_steps, loss=loss.hex())
         if plan.overlap == "none":
@@ -116,6 +121,23 @@ def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> N
     begin("ending")
     said(end=digest(engine))
     engine.destroy()
+
+
+def tell_of_tiles(engine: Any, begin: Callable[[str], None]) -> None:
+    """Tells when a backward steps tiles, and when a step steps them again."""
+    program = engine.shards.program
+    attempt, start = program.attempt, program.start
+
+    def attempting(*args: Any) -> Any:
+        begin("speculation")
+        return attempt(*args)
+
+    def starting(*args: Any, **kwargs: Any) -> None:
+        if program.attempted:
+            begin("undo")
+        start(*args, **kwargs)
+
+    program.attempt, program.start = attempting, starting
 
 
 def say_durable(engine: Any, plan: Plan, said: Callable[..., None]) -> None:

@@ -14,8 +14,8 @@ from harness import totals_of
 
 
 def test_some_deaths_lose_nothing(tmp_path: Path) -> None:
-    words = ("--plans", "0", "5", "6", "--ranks", "1", "--share", "0.01", "--count", "4", "--workers", "1")
-    assert sum(totals_of("deaths.py", tmp_path, *words)["cases"].values()) >= 8
+    words = ("--plans", "0", "5", "6", "--ranks", "1", "--share", "0.01", "--count", "6", "--workers", "1")
+    assert sum(totals_of("deaths.py", tmp_path, *words)["cases"].values()) >= 12
 
 
 def test_some_operations_leave_nothing(tmp_path: Path) -> None:
@@ -47,6 +47,8 @@ def test_no_death_loses_anything(tmp_path: Path) -> None:
     for ranks in ("1 rank", "2 ranks"):
         for phase in ("opening", "training", "saving", "window"):
             assert found["moments"][f"{ranks}, {phase}"] > 100  # of random ones
+        for phase in ("speculation", "undo"):  # of the two plans that step under backward
+            assert found["moments"][f"{ranks}, {phase}"] > 10
 
 
 @pytest.mark.soak

@@ -19,8 +19,9 @@ import torch
 from accelerator.fixture import sim
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launch import launch
 from torch import nn
-from twins import Tower, assert_same_tensors, loss_of, seeded, train_steps
+from twins import Tower, assert_same_tensors, batch, loss_of, seeded, train_steps
 
 import tiermem
 import tiermem.checkpoint
@@ -32,9 +33,10 @@ from tiermem.state_access import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
+    safe_set_full_optimizer_state,
 )
 from tiermem.swap.errors import CorruptionError
-from tiermem.swap.native import WRITE, Op, TransferError
+from tiermem.swap.native import READ, WRITE, Op, TransferError
 from tiermem.swap.program import Program
 from tiermem.swap.tile_plan import TilePlans
 from tiermem.zero.state_layout import MASTER
@@ -71,10 +73,11 @@ class Stopped(Exception):
 
 
 class Loop:
-    """A training loop whose operations come in any order. `seen` is what they have shown."""
+    """A training loop whose operations come in any order. `seen` is what they have shown. rank: chooses the batches."""
 
-    def __init__(self, shards: Shards, optim: Optim, folder: Path) -> None:
+    def __init__(self, shards: Shards, optim: Optim, folder: Path, rank: int) -> None:
         self._shards = shards
+        self._rank = rank
         self._model = shards.model
         self._optim = optim
         self._folder = folder
@@ -82,11 +85,20 @@ class Loop:
         self._has_gradients = False
         self.seen: list[Any] = []
 
-    def micro(self, number: int) -> None:
-        loss = loss_of(self._model, number, self._shards.device)
-        loss.backward()
+    def micro(self, number: int, factor: float = 1.0) -> None:
+        loss = loss_of(self._model, number + 10 * self._rank, self._shards.device)
+        (loss * factor).backward()
         self.seen.append(loss.item())
         self._has_gradients = True
+
+    def spoil(self, number: int) -> None:
+        """Gradients that are not finite on one rank; no rank steps with them."""
+        self.micro(number, float("nan") if self._rank == number % self._shards.topology.world else 1.0)
+
+    def forget(self, number: int) -> None:
+        """No step follows the backwards before."""
+        self._optim.zero_grad(set_to_none=number % 2 == 0)
+        self._has_gradients = False
 
     def step(self, number: int) -> None:
         """Every third time gradients stay, and the next micro-batches are added to them."""
@@ -117,10 +129,23 @@ class Loop:
         with torch.no_grad():
             self.seen.append(loss_of(self._model, number, self._shards.device).item())
 
+    def generate(self, number: int) -> None:
+        """Without a cache: a forward for each token."""
+        tokens = batch(number)[0].to(self._shards.device)
+        with torch.no_grad():
+            for _ in range(3):
+                tokens = torch.cat([tokens, self._model(tokens)[:, -1:].argmax(-1)], 1)
+        self.seen.append(tokens)
+
     def read_state(self, number: int) -> None:
         param = self._param(number)
-        is_matrix = isinstance(self._optim, tiermem.Muon) and param is self._optim.param_groups[0]["params"][0]
-        self.seen.append(safe_get_full_optimizer_state(param, "momentum_buffer" if is_matrix else "exp_avg"))
+        for name in self._moments(param):
+            self.seen.append(safe_get_full_optimizer_state(param, name))
+
+    def write_state(self, number: int) -> None:
+        param = self._param(number)
+        for name in self._moments(param)[:1]:
+            safe_set_full_optimizer_state(param, torch.full(param.shape, 1e-3 * number), name)
 
     def read_master(self, number: int) -> None:
         self.seen.append(safe_get_full_fp32_param(self._param(number)))
@@ -170,6 +195,9 @@ class Loop:
     def _block(self, number: int) -> nn.Module:
         return (*self._model.layers, self._model.embed)[number % 5]  # type: ignore[arg-type,return-value,misc]
 
+    def _moments(self, param: nn.Parameter) -> tuple[str, ...]:
+        return self._optim.tiles_of(self._shards).names(self._shards.find(param)[1])
+
     def _param(self, number: int) -> nn.Parameter:
         """One that has states, or will have them after a step."""
         params = [p for p in self._model.parameters() if self._shards.find(p)[0].unit.is_trainable]
@@ -194,7 +222,11 @@ def muon(params: Any) -> torch.optim.Optimizer:
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": lambda params: tiermem.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "amsgrad": lambda params: tiermem.Adam(params, lr=1e-2, amsgrad=True),
+    "adagrad": lambda params: tiermem.Adagrad(params, lr=1e-2, initial_accumulator_value=0.1),
     "lion": lambda params: tiermem.Lion(params, lr=1e-3),
+    "momentum": lambda params: tiermem.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd": lambda params: tiermem.SGD(params, lr=1e-2),
     "two groups": two_groups,
     "muon": muon,
 }
@@ -233,35 +265,38 @@ WAYS = st.fixed_dictionaries(
 )
 
 
-def run(program: Sequence[tuple[str, int]], way: dict[str, Any], overlap: str) -> tuple[list[Any], Any, int]:
+def run(
+    program: Sequence[tuple[str, int]], way: dict[str, Any], overlap: str, folder: Path, rank: int
+) -> tuple[list[Any], Any, int]:
     """What a program has shown, its last states, and how many steps went on when `step` had returned."""
-    with tempfile.TemporaryDirectory() as folder:
-        on_disk, saved = Path(folder, "disk"), Path(folder, "saved")
-        on_disk.mkdir()
-        fields = dict((HOMES | BESIDE)[way["home"]])
-        fields |= {name: way[name] for name in ("tile_numel", "tile_buffers")}
-        fields |= {"precision": Precision.preset(way["precision"]), "io": IoSettings(way["engine"])}
-        if way["optimizer"] == "muon":
-            fields["tile_numel"] = 1 << 20
-        model = seeded(Tower).to(way["dtype"])
-        for each in model.layers[: way["num_frozen"]]:  # type: ignore[index,union-attr]
-            each.requires_grad_(False)
-        with tiermem.shard(model, policy(on_disk, overlap, **fields)) as shards:
-            optim = OPTIMIZERS[way["optimizer"]](model.parameters())
-            loop, num_under_way = Loop(shards, optim, saved), 0
-            for operation, number in program:
-                getattr(loop, operation)(number)
-                num_under_way += operation in ("step", "train") and shards.program.is_running
-            return loop.seen, (dict(model.state_dict()), states_of(shards, optim)), num_under_way
+    on_disk, saved = folder / overlap / "disk", folder / overlap / "saved"
+    on_disk.mkdir(parents=True, exist_ok=True)  # another rank may have made it
+    fields = dict((HOMES | BESIDE)[way["home"]])
+    fields |= {name: way[name] for name in ("tile_numel", "tile_buffers")}
+    fields |= {"precision": Precision.preset(way["precision"]), "io": IoSettings(way["engine"])}
+    fields |= {"muon": {"tile_numel": 1 << 20}, "amsgrad": {"num_moments": 3}}.get(way["optimizer"], {})
+    model = seeded(Tower).to(way["dtype"])
+    for each in model.layers[: way["num_frozen"]]:  # type: ignore[index,union-attr]
+        each.requires_grad_(False)
+    with tiermem.shard(model, policy(on_disk, overlap, **fields)) as shards:
+        optim = OPTIMIZERS[way["optimizer"]](model.parameters())
+        loop, num_under_way = Loop(shards, optim, saved, rank), 0
+        for operation, number in program:
+            getattr(loop, operation)(number)
+            num_under_way += operation in ("step", "train") and shards.program.is_running
+        return loop.seen, (dict(model.state_dict()), states_of(shards, optim)), num_under_way
 
 
-def check_alike(program: Sequence[tuple[str, int]], way: dict[str, Any]) -> int:
-    """With overlap "backward" every backward steps its units, whatever became of the steps before."""
+def check_alike(program: Sequence[tuple[str, int]], way: dict[str, Any], folder: Path, rank: int = 0) -> int:
+    """With overlap "backward" every backward steps its units, whatever became of the steps before. Collective.
+
+    Returns how many steps went on when `step` had returned.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(History, "is_due", True)
         patched.setattr(History, "is_last", lambda *_: True)
-        seen, last, num_under_way = run(program, way, way["overlap"])
-    expected, expected_last, none = run(program, way, "none")
+        seen, last, num_under_way = run(program, way, way["overlap"], folder, rank)
+    expected, expected_last, none = run(program, way, "none", folder, rank)
     assert none == 0
     assert len(seen) == len(expected)
     for mine, theirs in zip(seen, expected, strict=True):
@@ -283,14 +318,29 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function
 @settings(max_examples=12, deadline=None, suppress_health_check=CHECKS)
 @given(PROGRAM, WAYS)
 def test_any_program_shows_the_same_bits(program: list[tuple[str, int]], way: dict[str, Any]) -> None:
-    check_alike(program, way)
+    with tempfile.TemporaryDirectory() as folder:
+        check_alike(program, way, Path(folder))
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=CHECKS)
 @given(PROGRAM, WAYS)
 def test_any_program_shows_the_same_bits_long(program: list[tuple[str, int]], way: dict[str, Any]) -> None:
-    check_alike(program, way)
+    with tempfile.TemporaryDirectory() as folder:
+        check_alike(program, way, Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num"),
+    [(2, 5), pytest.param(2, 60, marks=pytest.mark.slow), pytest.param(4, 30, marks=pytest.mark.slow)],
+)
+def test_any_program_shows_the_same_bits_on_ranks(num_ranks: int, num: int, tmp_path: Path) -> None:
+    """Each rank trains on batches of its own. So many programs."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "places").mkdir()
+    script, places = Path(__file__).parent / "overlap_on_ranks.py", tmp_path / "places"
+    for found in launch(script, num_ranks, tmp_path / "out", str(places), str(num)):
+        assert len(found) == num and sum(found) >= num  # steps that went on
 
 
 BESIDE_WAYS = st.tuples(WAYS, st.sampled_from(sorted(BESIDE))).map(lambda pair: pair[0] | {"home": pair[1]})
@@ -303,7 +353,8 @@ def test_any_program_shows_the_same_bits_beside_an_accelerator(
     program: list[tuple[str, int]], way: dict[str, Any], schedule: str, sim: ModuleType
 ) -> None:
     sim.set_schedule(schedule)
-    check_alike(program, way)
+    with tempfile.TemporaryDirectory() as folder:
+        check_alike(program, way, Path(folder))
 
 
 # ---- what goes on --------------------------------------------------------------------------------------------------------
@@ -475,15 +526,15 @@ def test_damaged_states_are_named_by_the_fetch_of_their_unit(
     check_torn(model, shards, optim, tmp_path / "saved")
 
 
-def fail_last_write(monkeypatch: pytest.MonkeyPatch, shards: Shards, optim: Optim, fd: int) -> None:
-    """The next step writes its last tile to a file that cannot be written."""
-    plan, queues, num_left = TilePlans._transfers, shards.store.queues, len(optim.tiles_of(shards).tiles)
+def fail(monkeypatch: pytest.MonkeyPatch, shards: Shards, fd: int, kind: int, num_left: int) -> None:
+    """Of the next step's transfers of a kind the last of so many is of a file that refuses it, as are all that follow."""
+    plan, queues = TilePlans._transfers, shards.store.queues
     handle_of, other = queues.handle_of, next(iter(queues.files))
 
     def transfers(self: Any, ops: Sequence[Op]) -> Any:
         nonlocal num_left
-        num_left -= any(op.kind == WRITE for op in ops)
-        return plan(self, [op if num_left else op._replace(fd=fd) for op in ops])
+        num_left -= any(op.kind == kind for op in ops)
+        return plan(self, [op if num_left > 0 or op.kind != kind else op._replace(fd=fd) for op in ops])
 
     monkeypatch.setattr(queues, "handle_of", lambda of: handle_of(other if of == fd else of))
     monkeypatch.setattr(TilePlans, "_transfers", transfers)
@@ -507,12 +558,29 @@ def test_a_write_that_fails_is_raised_by_the_next_look(
     shards.check_whole()
     loss_of(model, 5).backward()
     with open(os.devnull, "rb") as readable:
-        fail_last_write(monkeypatch, shards, optim, readable.fileno())
+        fail(monkeypatch, shards, readable.fileno(), WRITE, len(optim.tiles_of(shards).tiles))
         with pytest.raises(TransferError) as caught:
             step_and(optim, lambda: LOOKS[look](model, shards, optim, tmp_path / "saved"))
     assert caught.value.errno == errno.EBADF
     if look != "close":
         check_torn(model, shards, optim, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("fields", [{}, EACH], ids=["", "each step durable"])
+def test_a_read_that_fails_is_raised_by_the_fetch_of_its_unit(
+    trained: Any, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, shards, optim = trained(**fields)
+    shards.check_whole()
+    loss_of(model, 5).backward()
+    with open(os.devnull, "wb") as writable:
+        fail(monkeypatch, shards, writable.fileno(), READ, 2)
+        with pytest.raises(TransferError) as caught:
+            step_and(optim, lambda: loss_of(model, 6))
+    assert caught.value.errno == errno.EBADF
+    with pytest.raises((RuntimeError, OSError)):
+        loss_of(model, 6).backward()
+    check_torn(model, shards, optim, tmp_path / "saved")
 
 
 def test_a_model_that_is_torn_is_repaired_by_loading(trained: Any, tmp_path: Path) -> None:

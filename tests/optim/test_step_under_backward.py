@@ -325,6 +325,21 @@ def test_steps_that_are_skipped_or_forgotten_leave_nothing(tmp_path: Path, monke
     both(train, tmp_path, monkeypatch)
 
 
+def test_a_step_without_a_backward_counts_nothing_of_a_step_that_was_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(run: Run) -> None:
+        for number in range(NUM_STEPS):
+            run.micro(number, scale=float("nan") if number == 3 else 1.0)
+            run.step()
+            if number == 3:
+                run.step()
+
+    log, num_redone, num_bytes = both(train, tmp_path, monkeypatch)
+    assert (log, num_redone) == (["attempt", "commit", "attempt"], 0)
+    assert num_bytes["dropped"][0] > 0
+
+
 def test_a_loss_scale_is_assumed_to_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(run: Run) -> None:
         for number in range(NUM_STEPS):
@@ -553,9 +568,18 @@ def plan_of(folder: Path, overlap: str, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["exact", "compact"])
-@pytest.mark.parametrize("durability", ["none", "checkpoint", "step"])
-def test_it_takes_one_more_slot_which_the_plan_counts(tmp_path: Path, precision: str, durability: str) -> None:
-    fields = {"precision": tiermem.Precision.preset(precision), "durability": durability, "persistence_numel": 0}
+@pytest.mark.parametrize(
+    ("durability", "keep"), [("none", 1), ("checkpoint", 1), ("checkpoint", 3), ("step", 1), ("step", 2)]
+)
+def test_it_takes_one_more_slot_which_the_plan_counts(
+    tmp_path: Path, precision: str, durability: str, keep: int
+) -> None:
+    fields = {
+        "precision": tiermem.Precision.preset(precision),
+        "durability": durability,
+        "keep": keep,
+        "persistence_numel": 0,
+    }
     less, plan = (plan_of(tmp_path, overlap, **fields) for overlap in ("forward", "backward"))
     num_bytes = {"exact": 14, "compact": 8}[precision]
     numel = sum(unit.shard_numel for unit in plan.division.units)

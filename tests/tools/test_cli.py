@@ -51,6 +51,10 @@ MISTAKES = {
         (["--preset", "151m", "--tbw", "much"], "'much' is no drive's endurance"),
         (["--preset", "151m", "--threads", "100000"], "--threads is 100000; allowed are 1 to"),
         (["--preset", "151m", "--lr", "inf"], "--lr is inf"),
+        (
+            ["--preset", "151m", "--overlap", "sideways"],
+            "--overlap is 'sideways'; allowed are auto, none, forward, backward",
+        ),
         (["--preset", "151m", "--seed", "-1"], "--seed is -1; allowed are"),
         (["--preset", "151m", "--memory", "10"], "--memory is 10 bytes, which Python alone exceeds"),
         (["--preset", "151m", "--save", "/proc/1/no"], "cannot write here"),

@@ -105,6 +105,13 @@ def test_whether_blocks_are_recomputed_is_as_it_was_or_as_it_is_said_now(tmp_pat
             assert resume(tmp_path, where, is_checkpointing=now).is_checkpointing is now
 
 
+def test_what_runs_beside_steps_is_as_it_was_or_as_it_is_said_now(tmp_path: Path, text: Path) -> None:
+    where = saved(tmp_path / "ck", text, overlap="none")
+    assert resume(tmp_path, where).config["tiermem"]["overlap"] == "none"
+    assert resume(tmp_path, where, overlap="backward").config["tiermem"]["overlap"] == "backward"
+    assert "overlap" not in resume(tmp_path, saved(tmp_path / "other", text)).config["tiermem"]
+
+
 def test_other_homes_may_be_named(tmp_path: Path, text: Path) -> None:
     resumed = find_resumed(saved(tmp_path / "ck", text, offload="nvme", nvme=(tmp_path,), resident_bytes=4096))
     options = with_saved(TrainOptions(offload="cpu"), resumed)

@@ -83,6 +83,11 @@ def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> N
         assert said["disk_bytes"] == run["nvme_peak_bytes"]
         assert said["host_bytes"] == pytest.approx(run["host_peak_bytes"], rel=0.01)
         assert min(said["forward_s"], said["backward_s"], said["step_s"]) > 0
+        limits_s = run["limits_s"]
+        assert set(limits_s) == {"compute", "disk", "link", "kernels"} and limits_s["compute"] > 0 < limits_s["kernels"]
+        assert (limits_s["disk"] > 0, limits_s["link"]) == (run is nvme, 0)
+        assert limits_s[run["limited_by"]] == max(limits_s.values())
+        assert len(run["iteration_s"]) == 4 and run["steps_redone"] == run["redone_bytes"] == 0
     assert nvme["choice"].startswith("planned by ") and cpu["choice"] is None  # without a cap nothing is scarce
 
 

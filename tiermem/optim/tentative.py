@@ -6,7 +6,7 @@
                           tile is stepped again
 
 What is assumed of a parameter (Assumption): no clipping, the loss scale of the last step, the learning rate as it is now, and
-that its gradient stays as it is. The norm of all gradients is known only at the step, which leaves the results if it is not
+that its gradient stays as it is. The norm of all gradients is known only at the step, which drops the results if it is not
 finite. Until the step every fetch, read and save finds old weights, states and counts. Another backward drops the results;
 each change of a state drops them, too.
 
@@ -129,8 +129,10 @@ class TentativeStep:
     def end(self, scale: float, factor: float | None) -> bool:
         """At a step: whether all facts are as assumed, so that the results count. Parameters have counted the step.
 
-        factor: that multiplies the gradients; None: they are not applied.
+        factor: that multiplies the gradients; None: they are not applied, and the results are dropped.
         """
+        if factor is None and self._shards.program.attempted:
+            self._shards.program.drop()
         has_held = factor is not None and not self._has_changed
         if factor is not None:
             for shard, assumed in self._assumed.items():

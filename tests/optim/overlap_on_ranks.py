@@ -1,0 +1,46 @@
+"""Random programs of test_overlap.py on several ranks; run once per rank by it.
+
+overlap_on_ranks.py OUT FOLDER NUM     writes OUT/<rank>.pt: for each program how many steps went on when `step` had returned
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from launch import as_rank
+from test_overlap import HOMES, OPTIMIZERS, WEIGHTED, check_alike
+
+ON_ONE = {"read_weight"}
+"""What raises for an absent parameter on several ranks."""
+
+
+def program_of(number: int) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """A program, and how it is run: the same on every rank. Muon's matrices are not cut, so they are left out."""
+    chance = random.Random(number)
+    operations = [each for each in WEIGHTED if each not in ON_ONE]
+    program = [(chance.choice(operations), chance.randrange(10)) for _ in range(chance.randint(6, 14))]
+    return [("train", number % 10), *program, ("train", 1), ("train", 2)], {
+        "optimizer": chance.choice(sorted(OPTIMIZERS.keys() - {"muon"})),
+        "home": chance.choice(sorted(HOMES)),
+        "precision": chance.choice(["exact", "compact", "bf16", "tiny"]),
+        "dtype": chance.choice([torch.float32, torch.bfloat16]),
+        "engine": chance.choice(["uring", "aio", "threads"]),
+        "tile_numel": chance.choice([4096, 1 << 20]),
+        "tile_buffers": chance.choice([1, 2, 4]),
+        "overlap": chance.choice(["forward", "backward", "backward"]),
+        "num_frozen": chance.choice([0, 0, 2]),
+    }
+
+
+if __name__ == "__main__":
+    with as_rank() as (rank, out, (folder, num)):
+        torch.set_num_threads(1)
+        found = []
+        for number in range(int(num)):
+            program, way = program_of(number)
+            print(number, program, way, flush=True)  # the error of a rank shows it
+            found.append(check_alike(program, way, Path(folder, str(number)), rank))
+        torch.save(found, out)
