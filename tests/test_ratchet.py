@@ -53,6 +53,7 @@ ADDED = {
     "two gradients that leave a device, in its plan": (0, 2),
     "rows of numbers that do not pass each other between ranks": (0, 40),
     "steps in backward on a device that no thread of autograd waits for; a bound for packing": (0, 8),
+    "a skipped step drops what backward stepped": (0, 2),
 }
 """What each ability has added since: files, lines. A new ability has a line of its own; nothing else may raise the numbers."""
 
