@@ -48,9 +48,7 @@ HOMES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 OTHERS = [home for home in HOMES if home not in ("nvme", EARLY, UNDONE)]
 EVERY = [(name, home) for name in PROGRAMS for home in HOMES if name[-11:] != "in_backward" or home[-5:] != "early"]
-EVERY.remove(
-    ("held_until_backward_ends", "device")
-)  # its evaluation waits for no stream, and there a step writes in place
+EVERY.remove(("held_until_backward_ends", "device"))  # its evaluation waits for no step, and there steps write in place
 FEW = {(name, "nvme") for name in PROGRAMS}
 FEW |= {(name, OTHERS[i % len(OTHERS)]) for i, name in enumerate(list(PROGRAMS)[::2])}
 FEW |= {("read_after_steps", "host, gradients on device"), ("saved_and_resumed", "nvme, gradients on device")}

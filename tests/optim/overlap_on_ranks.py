@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from launch import as_rank
-from test_overlap import HOMES, OPTIMIZERS, WEIGHTED, check_alike
+from test_overlap import CHOICES, WEIGHTED, check_alike
 
 ON_ONE = {"read_weight"}
 """What raises for an absent parameter on several ranks."""
@@ -22,17 +22,8 @@ def program_of(number: int) -> tuple[list[tuple[str, int]], dict[str, Any]]:
     chance = random.Random(number)
     operations = [each for each in WEIGHTED if each not in ON_ONE]
     program = [(chance.choice(operations), chance.randrange(10)) for _ in range(chance.randint(6, 14))]
-    return [("train", number % 10), *program, ("train", 1), ("train", 2)], {
-        "optimizer": chance.choice(sorted(OPTIMIZERS.keys() - {"muon"})),
-        "home": chance.choice(sorted(HOMES)),
-        "precision": chance.choice(["exact", "compact", "bf16", "tiny"]),
-        "dtype": chance.choice([torch.float32, torch.bfloat16]),
-        "engine": chance.choice(["uring", "aio", "threads"]),
-        "tile_numel": chance.choice([4096, 1 << 20]),
-        "tile_buffers": chance.choice([1, 2, 4]),
-        "overlap": chance.choice(["forward", "backward", "backward"]),
-        "num_frozen": chance.choice([0, 0, 2]),
-    }
+    way = {part: chance.choice([each for each in choices if each != "muon"]) for part, choices in CHOICES.items()}
+    return [("train", number % 10), *program, ("train", 1), ("train", 2)], way
 
 
 if __name__ == "__main__":

@@ -250,19 +250,19 @@ BESIDE: dict[str, dict[str, Any]] = {
     "on nvme, gradients on the device": {"grads": Tier.DEVICE},
 }
 """Homes beside an accelerator."""
-WAYS = st.fixed_dictionaries(
-    {
-        "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
-        "home": st.sampled_from(sorted(HOMES)),
-        "precision": st.sampled_from(["exact", "compact", "bf16", "tiny"]),
-        "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
-        "engine": st.sampled_from(["uring", "aio", "threads"]),
-        "tile_numel": st.sampled_from([4096, 1 << 20]),
-        "tile_buffers": st.sampled_from([1, 2, 4]),
-        "overlap": st.sampled_from(["forward", "backward", "backward"]),
-        "num_frozen": st.sampled_from([0, 0, 2, 4]),
-    }
-)
+CHOICES: dict[str, list[Any]] = {
+    "optimizer": sorted(OPTIMIZERS),
+    "home": sorted(HOMES),
+    "precision": ["exact", "compact", "bf16", "tiny"],
+    "dtype": [torch.float32, torch.bfloat16],
+    "engine": ["uring", "aio", "threads"],
+    "tile_numel": [4096, 1 << 20],
+    "tile_buffers": [1, 2, 4],
+    "overlap": ["forward", "backward", "backward"],
+    "num_frozen": [0, 0, 2, 4],
+}
+"""Of each part of a way to run a program."""
+WAYS = st.fixed_dictionaries({part: st.sampled_from(choices) for part, choices in CHOICES.items()})
 
 
 def run(

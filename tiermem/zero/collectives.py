@@ -189,7 +189,6 @@ class RowSums:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._tag: int | None = None
         self._resize(0)
 
     def _resize(self, numel: int) -> None:
@@ -197,6 +196,7 @@ class RowSums:
         self._in_turn = torch.zeros(2, self._topology.world, numel, dtype=torch.float64, device=device)
         self._next = 0  # which of the two is filled next: while one is added up, rows arrive in the other
         self._expected: dict[int, Any] = {}  # by lower rank: the receive of its next row
+        self._tag: int | None = None  # None: the backend runs the collective
         if group is not None and numel and sends_directly(group, device):
             made = _EXPECTED.setdefault(group, [])
             self._tag = _ROWS_TAG + len(made)

@@ -44,7 +44,7 @@ from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree
-from tiermem.zero.collectives import RowSums, call, share, start, total
+from tiermem.zero.collectives import RowSums, call, share, total
 from tiermem.zero.gradient_link import GradientPart
 from tiermem.zero.gradient_norms import BlockSums, with_factors
 from tiermem.zero.gradient_state import Factor
@@ -509,14 +509,9 @@ class GradientHomes:
                 shard.gradient.confirm()
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether it is True on any rank. Stores reductions under way meanwhile. Collective; blocks."""
+        """For each flag, whether it is True on any rank. Collective; blocks."""
         found = self._on_wire(flags, torch.uint8)
-        pending = start(
-            self._topology, "comparing which gradients there are", dist.all_reduce, found, dist.ReduceOp.MAX
-        )
-        if self.store.home is not None:
-            self._drain()
-        pending.wait()
+        call(self._topology, "comparing which gradients there are", dist.all_reduce, found, dist.ReduceOp.MAX)
         return [bool(flag) for flag in found.tolist()]
 
     def _on_wire(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
