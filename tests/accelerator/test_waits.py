@@ -109,16 +109,22 @@ def test_gradients_on_the_device_are_unscaled_clipped_and_stepped_with_one_wait(
 def test_helper_threads_alone_wait_for_reads_and_never_poll(
     sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that waits for a read does so once, in the kernel, until it has ended."""
-    ask, waited = Move._ask, list[tuple[str, Move]]()
+    """A thread that waits for a read does so once, in the kernel, until it has ended. When the model is closed, main waits for
+    the end of a read that it has cancelled, if one is under way."""
+    ask, cancel, waited, cancelled = Move._ask, Move.cancel, list[tuple[str, Move]](), set[Move]()
 
     def noting(move: Move, timeout_s: float | None) -> None:
-        if not move.is_write and timeout_s != 0.0:  # else it looks whether the read has ended
+        if not move.is_write and move not in cancelled and timeout_s != 0.0:  # else it looks whether the read has ended
             assert timeout_s is None
             waited.append((threading.current_thread().name, move))
         ask(move, timeout_s)
 
+    def cancelling(move: Move) -> None:
+        cancelled.add(move)
+        cancel(move)
+
     monkeypatch.setattr(Move, "_ask", noting)
+    monkeypatch.setattr(Move, "cancel", cancelling)
     sim.set_schedule("late")
     count("sim", tmp_path, **HOMES["nvme"])
     assert waited and {name.rpartition("_")[0] for name, _ in waited} == {"tiermem-reads"}
