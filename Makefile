@@ -30,11 +30,11 @@ CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
 demo: .venv/.installed
 	$(DEMO)
 
-# Three processes with one thread of maths each keep two cores busy while tests wait for disks and for one another's ranks;
+# Four processes with one thread of maths each keep two cores busy while tests wait for disks and for one another's ranks;
 # threads of OpenMP would wait in its spinning barrier for one another.
 # Files in their own order: sorted by number of tests, the few long ones would come last, one after the other.
 # Bytecode is written, also where the environment says otherwise: the tests start Python some hundred times.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.installed
 	@$(PYTEST)

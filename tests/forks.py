@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import sys
@@ -22,6 +23,7 @@ def forked(act: Callable[[], int | None], printed: Path | None = None) -> int:
     pid = os.fork()
     if pid:
         return pid
+    gc.freeze()  # a collection would walk through all that was imported, and copy its pages
     status = RAISED
     try:
         if printed is not None:

@@ -14,7 +14,7 @@ from harness import totals_of
 
 
 def test_some_deaths_lose_nothing(tmp_path: Path) -> None:
-    words = ("--plans", "0", "5", "6", "--ranks", "1", "--share", "0.01", "--count", "6", "--workers", "1")
+    words = ("--plans", "5", "6", "--ranks", "1", "--share", "0.01", "--count", "6", "--workers", "1")
     assert sum(totals_of("deaths.py", tmp_path, *words)["cases"].values()) >= 12
 
 

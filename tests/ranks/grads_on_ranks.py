@@ -74,7 +74,7 @@ def main() -> None:
                 twins[about] = train_twin(*about)
             found[name] = train(case, Path(nvme)) | {"twin": twins[about]}
         found["together"] = {"weights": train_together(Path(nvme))}
-        torch.save(found, out)
+        torch.save(found, out, pickle_protocol=4)  # 2, the default, takes an array number by number
 
 
 def train_twin(model_name: str, num_micro: int, is_sum: bool) -> dict[str, Any]:
