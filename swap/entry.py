@@ -68,10 +68,14 @@ class Slots:
     def __init__(self, num_bytes: int, num_slots: int) -> None:
         self.num_slots = num_slots
         self._pieces = [_Piece(0, num_bytes, 0, frozenset(), frozenset())]
+        self._starts = [0]  # of the pieces
 
     def current(self, start: int, stop: int) -> list[SlotPart]:
         """Returns the slots that a read of bytes [start, stop) uses, in order."""
-        return _joined(SlotPart(*piece[:3]) for piece in self._within(start, stop))
+        first, last = self._touching(start, stop)
+        if last == first + 1:
+            return [SlotPart(start, stop, self._pieces[first].current)]
+        return _joined([SlotPart(*piece[:3]) for piece in self._within(start, stop)])
 
     def targets(self, start: int, stop: int, is_apart: bool = False) -> list[SlotPart]:
         """Returns the slots that a write of bytes [start, stop) uses, and changes nothing. Raises NoSlotError.
@@ -79,14 +83,15 @@ class Slots:
         is_apart: the write must not overwrite the current slots either.
         """
         pieces = self._within(start, stop)
-        return _joined(SlotPart(piece.start, piece.stop, self._target(piece, is_apart)) for piece in pieces)
+        return _joined([SlotPart(piece.start, piece.stop, self._target(piece, is_apart)) for piece in pieces])
 
     def write(self, part: SlotPart) -> None:
         """Makes a slot of `targets` current, once its write has started. Freezes may have ended since `targets`."""
         start, stop, slot = part
-        if all(piece.current == slot and not piece.lost for piece in self._within(start, stop)):
-            return
-        self._change(start, stop, lambda piece: piece._replace(current=slot, lost=piece.lost - {slot}))
+        first, last = self._touching(start, stop)
+        if any(piece.current != slot or piece.lost for piece in self._pieces[first:last]):
+            gone = {slot}
+            self._change(start, stop, lambda p: _Piece(p.start, p.stop, slot, p.holds, p.lost - gone))
 
     def lose(self, part: SlotPart) -> None:
         """Marks the bytes of a failed write as lost in its slot."""
@@ -94,13 +99,13 @@ class Slots:
 
     def lost(self, freeze: int) -> list[SlotPart]:
         """Returns the lost bytes among those that a freeze holds."""
-        return _joined(
+        return _joined([
             SlotPart(piece.start, piece.stop, slot)
             for piece in self._pieces
             if piece.lost
             for number, slot in sorted(piece.holds)
             if number == freeze and slot in piece.lost
-        )
+        ])
 
     def freeze(self, freeze: int) -> list[SlotPart]:
         """Holds the current slots of all bytes for the freeze of that number, and returns them."""
@@ -108,20 +113,23 @@ class Slots:
             _Piece(start, stop, current, holds | {(freeze, current)}, lost)
             for start, stop, current, holds, lost in self._pieces
         ]
-        return _joined(SlotPart(*piece[:3]) for piece in self._pieces)
+        return _joined([SlotPart(*piece[:3]) for piece in self._pieces])
 
     def thaw(self, freeze: int) -> None:
         """Ends the holds of a freeze, if it has any here."""
-        self._pieces = _joined(
+        self._pieces = _joined([
             _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
             for start, stop, current, holds, lost in self._pieces
-        )
+        ])
+        self._starts = [piece.start for piece in self._pieces]
 
     def held(self) -> set[int]:
         """Returns the slots in which a freeze holds bytes."""
         return {slot for piece in self._pieces for _, slot in piece.holds}
 
     def _target(self, piece: _Piece, is_apart: bool) -> int:
+        if not piece.holds and not is_apart:
+            return piece.current
         held = {slot for _, slot in piece.holds}
         if piece.current not in held and not is_apart:
             return piece.current
@@ -145,8 +153,8 @@ class Slots:
     def _touching(self, start: int, stop: int) -> tuple[int, int]:
         if start >= stop:
             return 0, 0
-        first = bisect.bisect_right(self._pieces, start, key=lambda piece: piece.start) - 1
-        return first, bisect.bisect_left(self._pieces, stop, first, key=lambda piece: piece.start)
+        first = bisect.bisect_right(self._starts, start) - 1
+        return first, bisect.bisect_left(self._starts, stop, first)
 
     def _change(self, start: int, stop: int, change: Callable[[_Piece], _Piece]) -> None:
         """Changes the pieces of [start, stop) and merges equal neighbours."""
@@ -155,14 +163,21 @@ class Slots:
             return
         before, behind = self._pieces[first], self._pieces[last - 1]
         changed = [change(piece) for piece in self._within(start, stop)]
+        if len(changed) == len(self._pieces) == 1 and (before.start, behind.stop) == (start, stop):
+            self._pieces = changed
+            return
         if before.start < start:
             changed.insert(0, before._replace(stop=start))
+        elif first > 0:  # a neighbour, which may be equal now
+            first -= 1
+            changed.insert(0, self._pieces[first])
         if behind.stop > stop:
             changed.append(behind._replace(start=stop))
-        first, last = max(0, first - 1), min(len(self._pieces), last + 1)  # include neighbours, which may be equal now
-        left = [piece for piece in self._pieces[first:last] if piece.stop <= changed[0].start]
-        right = [piece for piece in self._pieces[first:last] if piece.start >= changed[-1].stop]
-        self._pieces[first:last] = _joined([*left, *changed, *right])
+        else:
+            changed += self._pieces[last : last + 1]
+            last += 1
+        joined = _joined(changed)
+        self._pieces[first:last], self._starts[first:last] = joined, [piece.start for piece in joined]
 
 
 class _Piece(NamedTuple):
@@ -175,11 +190,11 @@ class _Piece(NamedTuple):
     lost: frozenset[int]  # slots whose last write failed
 
 
-def _joined(pieces: Iterable[P]) -> list[P]:
+def _joined(pieces: list[P]) -> list[P]:
     """Merges neighbours that differ in their ranges only."""
-    found: list[P] = []
-    for piece in pieces:
-        if found and found[-1].stop == piece.start and found[-1][2:] == piece[2:]:
+    found = pieces[:1]
+    for piece in pieces[1:]:
+        if found[-1].stop == piece.start and found[-1][2:] == piece[2:]:
             found[-1] = found[-1]._replace(stop=piece.stop)
         else:
             found.append(piece)
@@ -366,32 +381,58 @@ def _cut(starts: Numbers, offsets: Numbers, addresses: Numbers, block_bytes: int
     return (offsets[:, None] + parts).reshape(-1), (addresses[:, None] + parts).reshape(-1), length
 
 
-def reads_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]) -> list[Op]:
-    """The transfers that read byte ranges of entries on NVME into buffers. The caller holds the store's lock."""
-    return [op for name, offset, buffer in ranges for op in entries[name].reads(offset, buffer)]
+class Place(NamedTuple):
+    """A byte range of an entry on NVME, and where it is in memory."""
+
+    home: NvmeHome
+    start: int
+    stop: int
+    address: int  # that byte 0 of the entry would have
+
+    @property
+    def current(self) -> list[SlotPart]:
+        """The slots that a read uses."""
+        return self.home.slots.current(self.start, self.stop)
+
+    def targets(self, is_apart: bool) -> list[SlotPart]:
+        """The slots that a write uses. Raises as `NvmeHome.targets`."""
+        return self.home.targets(self.start, self.stop, is_apart)
+
+
+def places_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]) -> list[Place]:
+    """The places of byte ranges: the name of an entry, an offset in it, a buffer. Raises ValueError as `Entry.check_range`.
+
+    The caller of this and of what follows holds the store's lock.
+    """
+    found = []
+    for name, offset, buffer in ranges:
+        home = entries[name].check_range(offset, buffer)
+        found.append(Place(home, offset, offset + buffer.numel(), buffer.data_ptr() - offset))
+    return found
+
+
+def reads_of(places: Iterable[Place]) -> list[Op]:
+    """The transfers that read byte ranges into their buffers."""
+    return [op for place in places for op in place.home.ops(READ, place.current, place.address)]
 
 
 class WritePlan:
-    """A write of byte ranges: its transfers, and the slots that it goes to. The caller holds the store's lock.
+    """A write of byte ranges: its transfers, and the slots that it goes to.
 
     Args:
-        entries: the store's entries.
-        ranges: the name of an entry on NVME, a byte offset in it, and the buffer to write.
+        places: the ranges.
         is_apart: what rests there now stays readable until `begin`.
 
-    Raises ValueError, NoSlotError and OSError as `Entry.check_range` and `NvmeHome.targets`.
+    Raises NoSlotError and OSError as `NvmeHome.targets`.
     """
 
-    def __init__(
-        self, entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]], is_apart: bool = False
-    ) -> None:
+    def __init__(self, places: Iterable[Place], is_apart: bool = False) -> None:
         self.ops: list[Op] = []
         self.targets: list[tuple[NvmeHome, SlotPart]] = []
-        for name, offset, buffer in ranges:
-            home = entries[name].check_range(offset, buffer)
-            parts = home.targets(offset, offset + buffer.numel(), is_apart)
-            self.ops += home.ops(WRITE, parts, buffer.data_ptr() - offset)
-            self.targets += [(home, part) for part in parts]
+        for place in places:
+            parts = place.targets(is_apart)
+            self.ops += place.home.ops(WRITE, parts, place.address)
+            self.targets += [(place.home, part) for part in parts]
 
     def begin(self) -> None:
         """Makes the slots current, when the write has started."""
@@ -495,11 +536,6 @@ class Entry:
             odd = int(offsets[offsets % ALIGNMENT != 0][0])
             raise ValueError(f"{self.name!r}: offset {odd} is no multiple of {ALIGNMENT}")
         return home
-
-    def reads(self, offset: int, buffer: torch.Tensor) -> list[Op]:
-        """Returns the transfers that fill a buffer with the bytes from `offset` on. Raises as `check_range`."""
-        home = self.check_range(offset, buffer)
-        return home.ops(READ, home.slots.current(offset, offset + buffer.numel()), buffer.data_ptr() - offset)
 
     def nvme_home(self) -> NvmeHome:
         """Returns its home on NVME. Raises RuntimeError when its home is another tier."""

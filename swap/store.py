@@ -48,14 +48,15 @@ from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import BudgetError, Slot
 from tiermem.swap.checksum import Range, Sums, Written
 from tiermem.swap.device_memory import DeviceMemory
-from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome, WritePlan, changing, reads_of
+from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome, WritePlan, changing, places_of, reads_of
 from tiermem.swap.move import Later, Move, wait_for_any
 from tiermem.swap.native import BACKGROUND, NORMAL, Fault, IoSettings, check_process
 from tiermem.swap.paths import AnyPath
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, Transfers
-from tiermem.swap.resources import Plans, Resources, UnderWay
+from tiermem.swap.resources import Resources, UnderWay
 from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.tier import Tier
+from tiermem.swap.tile_ranges import Plans
 
 __all__ = ["PathStats", "StoreStats", "TensorStore"]
 
@@ -296,7 +297,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self._check_usable()
         with self._lock:
             entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
-            ops = reads_of(self._entries, ranges)
+            ops = reads_of(places_of(self._entries, ranges))
             check = self.sums.check_of(ranges, ops, self._files.by_descriptor) if is_checked else None
             buffers = [buffer for _, _, buffer in ranges]
             if not ops:
@@ -481,8 +482,9 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
         try:
             data = slot.tensor[: entry.padded_bytes]
-            ops = entry.reads(0, data)
-            check = self.sums.check_of([(entry.name, 0, data)], ops, self._files.by_descriptor)
+            whole = [(entry.name, 0, data)]
+            ops = reads_of(places_of(self._entries, whole))
+            check = self.sums.check_of(whole, ops, self._files.by_descriptor)
             writing = entry.leaving  # a write that has failed fails the fetch, too
             if writing is None or (writing.is_done() and not writing.has_failed):
                 transfers: int | Later = queues.submit(ops, priority)
@@ -522,7 +524,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         on_end: Callable[[bool], None] | None = None,
     ) -> Move:
         """Starts a write to free slots. These slots become current when the write starts, and lost if it fails."""
-        entries, plan = tuple(self._entries[entry] for entry, _, _ in ranges), WritePlan(self._entries, ranges)
+        entries = tuple(self._entries[entry] for entry, _, _ in ranges)
+        plan = WritePlan(places_of(self._entries, ranges))
 
         def ended(arrived: bool) -> None:
             if not arrived:

@@ -25,7 +25,7 @@ from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.program import Program
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
-from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps, TilePlans
+from tiermem.swap.tile_plan import KernelStep, NativeStep, TilePlans, TileWork
 from tiermem.swap.tile_program import TileProgram
 
 NUMEL = 8192
@@ -34,7 +34,7 @@ GRAD = torch.linspace(-1, 1, NUMEL)
 RULE = StepRule("sgd", 0.5, 0.0, momentum=0.5)
 
 
-class Momentum:
+class Momentum(TileWork[str]):
     """A tile is an entry: an fp32 weight and its momentum. `called`: the tiles whose work is not native.
 
     brought: the tiles whose gradients are brought to their buffers, behind what rests on disk.
@@ -52,7 +52,6 @@ class Momentum:
         self._store = store
         self._workers = workers
         self._called = called
-        self._native_steps = NativeSteps()
         self._fails_at = fails_at
         self._brought = brought
         self._error = error
@@ -68,21 +67,18 @@ class Momentum:
     def early_reads(self, tile: str, slot: Slot | None) -> list[Range]:
         return self._ranges(tile, slot)
 
-    def late_reads(self, tile: str, slot: Slot | None) -> list[Range]:
-        return []
-
-    def kept(self, tile: str) -> int:
-        return 0
-
     def writes(self, tile: str, slot: Slot | None) -> list[Range]:
         return self._ranges(tile, slot)
+
+    def likeness(self, tile: str, slot: Slot | None) -> int | None:
+        return None if slot is None else slot.tensor.data_ptr()
 
     def is_shown(self, tile: str) -> bool:
         return self._store.home_of(tile) is not Tier.HOST
 
     def steps(self, tile: str, slot: Slot | None) -> list[NativeStep] | None:
         step = KernelStep(RULE, self._parts(tile, slot), None, False)
-        return None if tile in self._called else [self._native_steps.of(step)]
+        return None if tile in self._called else [NativeStep.of(step)]
 
     def is_brought(self, tile: str) -> bool:
         return tile in self._brought
