@@ -32,7 +32,7 @@ from tiermem.swap.errors import DamagedEntry, Place
 from tiermem.swap.native import Op, Workers, check, crc32c_of, lib, rows_of
 from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import FileRange, Numbers
-from tiermem.swap.tile_program import PieceRows, aim_rows, join_rows, moved_rows, piece_rows
+from tiermem.swap.tile_program import PieceRows, aim_rows, moved_rows, piece_rows
 
 ROTATION = 16
 """With verify="sample", one in ROTATION reads of a piece is verified."""
@@ -310,7 +310,7 @@ class Sums:
         if self._verify != "always" or len(pieces) != len(expected):
             return self._verify == "resume"
         for (table, _, inside, _), each in zip(pieces, expected, strict=True):
-            if len(each.numbers) != inside.stop - inside.start or not table.is_known[inside].all():
+            if len(each.crcs) != inside.stop - inside.start or not table.is_known[inside].all():
                 return False
             each.crcs[:] = table.crcs[inside]
         return True

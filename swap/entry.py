@@ -57,7 +57,7 @@ class Slots:
     0. A failed write makes its bytes in that slot *lost* until the next write of them; lost bytes cannot be frozen. At first
     all bytes are in slot 0, and no freeze holds them.
 
-    The class computes with numbers only. Equal neighbouring pieces are merged, and bisection finds a piece. The store's lock
+    The class computes with numbers only. Bisection finds a piece. The store's lock
     guards it.
 
     Args:
@@ -89,9 +89,10 @@ class Slots:
         """Makes a slot of `targets` current, once its write has started. Freezes may have ended since `targets`."""
         start, stop, slot = part
         first, last = self._touching(start, stop)
-        if any(piece.current != slot or piece.lost for piece in self._pieces[first:last]):
-            gone = {slot}
-            self._change(start, stop, lambda p: _Piece(p.start, p.stop, slot, p.holds, p.lost - gone))
+        for piece in self._pieces[first:last]:
+            if piece.current != slot or piece.lost:
+                self._change(start, stop, lambda p: _Piece(p.start, p.stop, slot, p.holds, p.lost - {slot}))
+                break
 
     def lose(self, part: SlotPart) -> None:
         """Marks the bytes of a failed write as lost in its slot."""
@@ -99,29 +100,34 @@ class Slots:
 
     def lost(self, freeze: int) -> list[SlotPart]:
         """Returns the lost bytes among those that a freeze holds."""
-        return _joined([
-            SlotPart(piece.start, piece.stop, slot)
-            for piece in self._pieces
-            if piece.lost
-            for number, slot in sorted(piece.holds)
-            if number == freeze and slot in piece.lost
-        ])
+        return _joined(
+            [
+                SlotPart(piece.start, piece.stop, slot)
+                for piece in self._pieces
+                if piece.lost
+                for number, slot in sorted(piece.holds)
+                if number == freeze and slot in piece.lost
+            ]
+        )
 
     def freeze(self, freeze: int) -> list[SlotPart]:
         """Holds the current slots of all bytes for the freeze of that number, and returns them."""
-        self._pieces = [
-            _Piece(start, stop, current, holds | {(freeze, current)}, lost)
-            for start, stop, current, holds, lost in self._pieces
-        ]
+        self._merge(
+            [
+                _Piece(start, stop, current, holds | {(freeze, current)}, lost)
+                for start, stop, current, holds, lost in self._pieces
+            ]
+        )
         return _joined([SlotPart(*piece[:3]) for piece in self._pieces])
 
     def thaw(self, freeze: int) -> None:
         """Ends the holds of a freeze, if it has any here."""
-        self._pieces = _joined([
-            _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
-            for start, stop, current, holds, lost in self._pieces
-        ])
-        self._starts = [piece.start for piece in self._pieces]
+        self._merge(
+            [
+                _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
+                for start, stop, current, holds, lost in self._pieces
+            ]
+        )
 
     def held(self) -> set[int]:
         """Returns the slots in which a freeze holds bytes."""
@@ -156,28 +162,26 @@ class Slots:
         first = bisect.bisect_right(self._starts, start) - 1
         return first, bisect.bisect_left(self._starts, stop, first)
 
+    def _merge(self, pieces: list[_Piece]) -> None:
+        self._pieces = _joined(pieces)
+        self._starts = [piece.start for piece in self._pieces]
+
     def _change(self, start: int, stop: int, change: Callable[[_Piece], _Piece]) -> None:
-        """Changes the pieces of [start, stop) and merges equal neighbours."""
+        """Changes the pieces of [start, stop), which are cut at both ends. Equal neighbours stay apart until the next freeze or
+        thaw, because the next write is likely to have the same ends."""
         first, last = self._touching(start, stop)
         if first == last:
             return
         before, behind = self._pieces[first], self._pieces[last - 1]
         changed = [change(piece) for piece in self._within(start, stop)]
-        if len(changed) == len(self._pieces) == 1 and (before.start, behind.stop) == (start, stop):
-            self._pieces = changed
+        if (before.start, behind.stop, last - first) == (start, stop, 1):
+            self._pieces[first] = changed[0]
             return
         if before.start < start:
             changed.insert(0, before._replace(stop=start))
-        elif first > 0:  # a neighbour, which may be equal now
-            first -= 1
-            changed.insert(0, self._pieces[first])
         if behind.stop > stop:
             changed.append(behind._replace(start=stop))
-        else:
-            changed += self._pieces[last : last + 1]
-            last += 1
-        joined = _joined(changed)
-        self._pieces[first:last], self._starts[first:last] = joined, [piece.start for piece in joined]
+        self._pieces[first:last], self._starts[first:last] = changed, [piece.start for piece in changed]
 
 
 class _Piece(NamedTuple):

@@ -486,7 +486,7 @@ class Program(Generic[T]):
         False: a write has failed, perhaps that of these bytes.
         """
         entry, offset, data = wanted
-        at, end = offset, offset + data.numel()
+        at, end, written = offset, offset + data.numel(), list[int]()
         for index, start, num_bytes in sorted(running.shown.get(entry, ()), key=lambda each: each.offset):
             assert offset <= start and start + num_bytes <= end, f"a range of {entry!r} cuts a tile"
             if self._program().take(index, data.data_ptr() + start - offset):
@@ -494,10 +494,12 @@ class Program(Generic[T]):
                 if at < start:
                     rest.append((entry, at, data[at - offset : start - offset]))
                 at = start + num_bytes
-            elif self.has_failed:
-                return False
             else:
-                self._note(running, index, False)
+                written.append(index)
+        if written and self.has_failed:
+            return False
+        for index in written:
+            self._note(running, index, False)
         if at < end:
             rest.append((entry, at, data[at - offset :]))
         return True

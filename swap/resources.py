@@ -10,7 +10,7 @@ from tiermem.swap.arena import Arena
 from tiermem.swap.entry import Entry
 from tiermem.swap.files import Files
 from tiermem.swap.move import Move
-from tiermem.swap.native import Counters, Fault, IoSettings, Op, check_process
+from tiermem.swap.native import Counters, Fault, IoSettings, check_process
 from tiermem.swap.passes import weigh
 from tiermem.swap.paths import AnyPath, as_paths
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, add_counters

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Expected, Range, Written
 from tiermem.swap.entry import WritePlan
-from tiermem.swap.native import Op, TransferError, ffi, step_struct
+from tiermem.swap.native import Op, TransferError, step_struct
 from tiermem.swap.parts import Dither, StepParts, StepRule
 from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import ByteRange

@@ -108,7 +108,7 @@ class TileRanges:
         if any(place.home.is_dropped for place in self._reads + self._writes):
             return False
         table_of = self._plans.sums.of
-        return all([table_of(name) is table for name, table in self._tables])
+        return all(table_of(name) is table for name, table in self._tables)
 
     def renew(self) -> None:
         """Notes where the bytes are now, and their checksums. Raises NoSlotError and OSError as a write does."""

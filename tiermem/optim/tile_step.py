@@ -198,7 +198,7 @@ class TilePass:
         """Equal for the ranges of two steps of a tile in the same buffers; None: it is no step, or the tile's first."""
         if not self.is_step or not tile.is_started:
             return None
-        return _address_of(slot), self._reads_gradients, self._reads_weights, tile.live.entry
+        return slot and slot.tensor.data_ptr(), self._reads_gradients, self._reads_weights, tile.live.entry
 
     def is_shown(self, tile: Tile) -> bool:
         """Whether parameters, which the next forward reads while the step is under way, are the last of them."""
@@ -258,18 +258,17 @@ class TilePass:
 
     def _addresses(self, tile: Tile, slot: Slot | None) -> tuple[int, int, int]:
         """Of a tile's weights, gradients and states, in memory or in its buffer."""
-        live, grads = tile.live, self._shards.homes.store.entry(tile.live.unit)
+        live, buffer = tile.live, 0 if slot is None else slot.tensor.data_ptr()
         if live.shard is not None:
             live.await_home()
-        has_grads = self._reads_gradients or self._brings_gradients(tile)
+        if self._reads_gradients or self._brings_gradients(tile):
+            grads = buffer + tile.grad_place
+        else:
+            grads = self._store.address(self._shards.homes.store.entry(live.unit))
         states = 0
         if tile.state_bytes:
-            states = _address_of(slot) if tile.home is Tier.NVME else self._store.address(tile.entry)
-        return (
-            _address_of(slot) + tile.weight_place if live.shard is None else live.shard.data_ptr(),
-            _address_of(slot) + tile.grad_place if has_grads else self._store.address(grads),
-            states,
-        )
+            states = buffer if tile.home is Tier.NVME else self._store.address(tile.entry)
+        return buffer + tile.weight_place if live.shard is None else live.shard.data_ptr(), grads, states
 
     # ---- the work on a tile ------------------------------------------------------------------------------------------------
 
@@ -479,11 +478,6 @@ class TilePass:
     def _weight_buffer(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         """The place of its weights in a tile's buffer."""
         return _bytes_in(slot, tile.weight_place, tile.slice_bytes).view(tile.dtype)
-
-
-def _address_of(slot: Slot | None) -> int:
-    assert slot is not None
-    return slot.tensor.data_ptr()
 
 
 def _bytes_in(slot: Slot | None, place: int, num_bytes: int) -> torch.Tensor:
