@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import enum
 import errno
@@ -15,12 +14,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from tiermem.swap import durable
 from tiermem.swap.arena import Slot
 from tiermem.swap.device_copy import DeviceCopy
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Blocks, Op
+from tiermem.swap.native import READ, Blocks, Op
 from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.tier import ALIGNMENT, Tier
 
@@ -383,77 +381,6 @@ def _cut(starts: Numbers, offsets: Numbers, addresses: Numbers, block_bytes: int
         length = math.gcd(length, *(start - inside).tolist())
     parts = np.arange(0, block_bytes, length, dtype=np.int64)
     return (offsets[:, None] + parts).reshape(-1), (addresses[:, None] + parts).reshape(-1), length
-
-
-class Place(NamedTuple):
-    """A byte range of an entry on NVME, and where it is in memory."""
-
-    home: NvmeHome
-    start: int
-    stop: int
-    address: int  # that byte 0 of the entry would have
-
-    @property
-    def current(self) -> list[SlotPart]:
-        """The slots that a read uses."""
-        return self.home.slots.current(self.start, self.stop)
-
-    def targets(self, is_apart: bool) -> list[SlotPart]:
-        """The slots that a write uses. Raises as `NvmeHome.targets`."""
-        return self.home.targets(self.start, self.stop, is_apart)
-
-
-def places_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]) -> list[Place]:
-    """The places of byte ranges: the name of an entry, an offset in it, a buffer. Raises ValueError as `Entry.check_range`.
-
-    The caller of this and of what follows holds the store's lock.
-    """
-    found = []
-    for name, offset, buffer in ranges:
-        home = entries[name].check_range(offset, buffer)
-        found.append(Place(home, offset, offset + buffer.numel(), buffer.data_ptr() - offset))
-    return found
-
-
-def reads_of(places: Iterable[Place]) -> list[Op]:
-    """The transfers that read byte ranges into their buffers."""
-    return [op for place in places for op in place.home.ops(READ, place.current, place.address)]
-
-
-class WritePlan:
-    """A write of byte ranges: its transfers, and the slots that it goes to.
-
-    Args:
-        places: the ranges.
-        is_apart: what rests there now stays readable until `begin`.
-
-    Raises NoSlotError and OSError as `NvmeHome.targets`.
-    """
-
-    def __init__(self, places: Iterable[Place], is_apart: bool = False) -> None:
-        self.ops: list[Op] = []
-        self.targets: list[tuple[NvmeHome, SlotPart]] = []
-        for place in places:
-            parts = place.targets(is_apart)
-            self.ops += place.home.ops(WRITE, parts, place.address)
-            self.targets += [(place.home, part) for part in parts]
-
-    def begin(self) -> None:
-        """Makes the slots current, when the write has started."""
-        for home, part in self.targets:
-            home.slots.write(part)
-
-    def lose(self) -> None:
-        """Marks the bytes as lost, when the write has failed."""
-        for home, part in self.targets:
-            home.slots.lose(part)
-
-
-def changing(targets: Sequence[tuple[NvmeHome, SlotPart]], name: str) -> contextlib.AbstractContextManager[None]:
-    """Announces to observers (`durable.watch`) a write that changes the current slot of some bytes."""
-    if durable.is_watched() and any(home.slots.current(part.start, part.stop) != [part] for home, part in targets):
-        return durable.step("slot", name)
-    return contextlib.nullcontext()
 
 
 class EntryState(enum.Enum):

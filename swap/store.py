@@ -48,15 +48,15 @@ from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import BudgetError, Slot
 from tiermem.swap.checksum import Range, Sums, Written
 from tiermem.swap.device_memory import DeviceMemory
-from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome, WritePlan, changing, places_of, reads_of
+from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome
 from tiermem.swap.move import Later, Move, wait_for_any
 from tiermem.swap.native import BACKGROUND, NORMAL, Fault, IoSettings, check_process
 from tiermem.swap.paths import AnyPath
+from tiermem.swap.places import Plans, WritePlan, changing, places_of, reads_of
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, Transfers
 from tiermem.swap.resources import Resources, UnderWay
 from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.tier import Tier
-from tiermem.swap.tile_ranges import Plans
 
 __all__ = ["PathStats", "StoreStats", "TensorStore"]
 
@@ -482,8 +482,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
         try:
             data = slot.tensor[: entry.padded_bytes]
-            whole = [(entry.name, 0, data)]
-            ops = reads_of(places_of(self._entries, whole))
+            ops = reads_of(places_of(self._entries, whole := [(entry.name, 0, data)]))
             check = self.sums.check_of(whole, ops, self._files.by_descriptor)
             writing = entry.leaving  # a write that has failed fails the fetch, too
             if writing is None or (writing.is_done() and not writing.has_failed):
@@ -524,8 +523,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         on_end: Callable[[bool], None] | None = None,
     ) -> Move:
         """Starts a write to free slots. These slots become current when the write starts, and lost if it fails."""
-        entries = tuple(self._entries[entry] for entry, _, _ in ranges)
-        plan = WritePlan(places_of(self._entries, ranges))
+        plan, entries = WritePlan(places_of(self._entries, ranges)), tuple(self._entries[each[0]] for each in ranges)
 
         def ended(arrived: bool) -> None:
             if not arrived:
@@ -589,8 +587,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """Waits for every transfer and closes the queues; the next transfer opens new ones."""
         while True:
             with self._lock:
-                moves = self._under_way.unfinished()
-                if not moves:
+                if not (moves := self._under_way.unfinished()):
                     self._held.end_queues()
                     return
             for move in moves:

@@ -14,9 +14,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Expected, Range, Written
-from tiermem.swap.entry import WritePlan
 from tiermem.swap.native import Op, TransferError, step_struct
 from tiermem.swap.parts import Dither, StepParts, StepRule
+from tiermem.swap.places import TileRanges, WritePlan
 from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.store import TensorStore
@@ -32,7 +32,6 @@ from tiermem.swap.tile_program import (
     TileTimes,
     bytes_of_rows,
 )
-from tiermem.swap.tile_ranges import TileRanges
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)

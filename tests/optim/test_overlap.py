@@ -37,8 +37,8 @@ from tiermem.state_access import (
 )
 from tiermem.swap.errors import CorruptionError
 from tiermem.swap.native import READ, WRITE, TransferError
+from tiermem.swap.places import TileRanges
 from tiermem.swap.program import Program
-from tiermem.swap.tile_ranges import TileRanges
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.unit_state import UnitState
 

@@ -1,21 +1,97 @@
-"""TileRanges: the byte ranges that a tile reads and writes in one run after the other: their transfers and checksums.
+"""Place: a byte range of an entry where it rests and where it is in memory; the transfers of reads and writes.
 
-A step program makes these transfers by itself (program.py). Its tiles are the same in every step, and rest in few places, so
-that a transfer is described once for each choice of slots, and a checksummed piece once.
+TileRanges are the places that a tile is read from and written to in one run of a step program after the other. The program
+makes these transfers by itself (program.py). Its tiles are the same in every step, and rest in few slots, so that a transfer is
+described once for each choice of slots, and a checksummed piece once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import torch
+
+from tiermem.swap import durable
 from tiermem.swap.checksum import Expected, Range, Sums, Written
-from tiermem.swap.entry import Entry, SlotPart, WritePlan, changing, places_of, reads_of
-from tiermem.swap.native import Op, ffi
+from tiermem.swap.entry import Entry, NvmeHome, SlotPart
+from tiermem.swap.native import READ, WRITE, Op, ffi
 from tiermem.swap.queue import Queues
 from tiermem.swap.resources import Resources
 from tiermem.swap.tile_program import join_rows
+
+
+class Place(NamedTuple):
+    """A byte range of an entry on NVME, and where it is in memory."""
+
+    home: NvmeHome
+    start: int
+    stop: int
+    address: int  # that byte 0 of the entry would have
+
+    @property
+    def current(self) -> list[SlotPart]:
+        """The slots that a read uses."""
+        return self.home.slots.current(self.start, self.stop)
+
+    def targets(self, is_apart: bool) -> list[SlotPart]:
+        """The slots that a write uses. Raises as `NvmeHome.targets`."""
+        return self.home.targets(self.start, self.stop, is_apart)
+
+
+def places_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]) -> list[Place]:
+    """The places of byte ranges: the name of an entry, an offset in it, a buffer. Raises ValueError as `Entry.check_range`.
+
+    The caller of this and of what follows holds the store's lock.
+    """
+    found = []
+    for name, offset, buffer in ranges:
+        home = entries[name].check_range(offset, buffer)
+        found.append(Place(home, offset, offset + buffer.numel(), buffer.data_ptr() - offset))
+    return found
+
+
+def reads_of(places: Iterable[Place]) -> list[Op]:
+    """The transfers that read byte ranges into their buffers."""
+    return [op for place in places for op in place.home.ops(READ, place.current, place.address)]
+
+
+class WritePlan:
+    """A write of byte ranges: its transfers, and the slots that it goes to.
+
+    Args:
+        places: the ranges.
+        is_apart: what rests there now stays readable until `begin`.
+
+    Raises NoSlotError and OSError as `NvmeHome.targets`.
+    """
+
+    def __init__(self, places: Iterable[Place], is_apart: bool = False) -> None:
+        self.ops: list[Op] = []
+        self.targets: list[tuple[NvmeHome, SlotPart]] = []
+        for place in places:
+            parts = place.targets(is_apart)
+            self.ops += place.home.ops(WRITE, parts, place.address)
+            self.targets += [(place.home, part) for part in parts]
+
+    def begin(self) -> None:
+        """Makes the slots current, when the write has started."""
+        for home, part in self.targets:
+            home.slots.write(part)
+
+    def lose(self) -> None:
+        """Marks the bytes as lost, when the write has failed."""
+        for home, part in self.targets:
+            home.slots.lose(part)
+
+
+def changing(targets: Sequence[tuple[NvmeHome, SlotPart]], name: str) -> contextlib.AbstractContextManager[None]:
+    """Announces to observers (`durable.watch`) a write that changes the current slot of some bytes."""
+    if durable.is_watched() and any(home.slots.current(part.start, part.stop) != [part] for home, part in targets):
+        return durable.step("slot", name)
+    return contextlib.nullcontext()
 
 
 class TileTransfers(NamedTuple):
@@ -48,9 +124,12 @@ class Plans:
         self.lock = lock
         self._held = held
 
-    def queues(self) -> Queues:
-        """The store's queues; opens them first if need be. Raises OSError, and RuntimeError when the store is closed."""
+    def check_usable(self) -> None:
+        """Raises RuntimeError after the store's `close`, and in a forked child."""
         self._held.check_usable()
+
+    def queues(self) -> Queues:
+        """The store's queues; opens them first if need be. Raises OSError."""
         with self.lock:
             return self._held.queues()
 
@@ -92,6 +171,7 @@ class TileRanges:
         self._made: dict[Hashable, TileTransfers] = {}  # by the slots
         self._queues: Queues | None = None  # of what is made
         self._num_late, reads = len(late), [*early, *late]
+        plans.check_usable()
         with plans.lock:
             self._reads, self._writes = places_of(plans.entries, reads), places_of(plans.entries, writes)
             names = dict.fromkeys(name for name, _, _ in (*reads, *writes))
@@ -113,6 +193,7 @@ class TileRanges:
     def renew(self) -> None:
         """Notes where the bytes are now, and their checksums. Raises NoSlotError and OSError as a write does."""
         plans, is_apart = self._plans, self._is_apart
+        plans.check_usable()
         if (queues := plans.queues() if self._tables else None) is not self._queues:
             self._queues = queues
             self._made.clear()
