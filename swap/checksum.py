@@ -113,7 +113,6 @@ class PieceTable:
             raise ValueError("pieces are ranges in order, none empty, that do not overlap")
         self.pieces = pieces
         self.entry = entry
-        self.is_dropped = False  # the entry has another one, or none
         self.crcs: Crcs = np.zeros(len(starts), np.uint32)
         self.is_known: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
         self._rows = piece_rows(starts, stops - starts, self.crcs, self.is_known)
@@ -165,10 +164,6 @@ class PieceTable:
             crcs[touched], is_known[touched] = self.crcs[touched], False
             self.crcs[:], self.is_known[:] = crcs, is_known
 
-    def drop(self) -> None:
-        """Notes that it is no longer the entry's."""
-        self.is_dropped = True
-
     def unknown(self) -> Numbers:
         """The numbers of the pieces whose checksum is not known."""
         return np.flatnonzero(~self.is_known)
@@ -215,13 +210,11 @@ class Sums:
         table, before = PieceTable(pieces, entry, len(self._tables)), self._tables.get(entry)
         if before is not None:
             table.take_over(before)
-            before.drop()
         self._tables[entry] = table
 
     def forget(self, entry: str) -> None:
         """Drops an entry's table."""
-        if (table := self._tables.pop(entry, None)) is not None:
-            table.drop()
+        self._tables.pop(entry, None)
 
     def of(self, entry: str) -> PieceTable | None:
         """An entry's table; None when it has no checksums."""

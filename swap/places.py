@@ -94,6 +94,10 @@ def changing(targets: Sequence[tuple[NvmeHome, SlotPart]], name: str) -> context
     return contextlib.nullcontext()
 
 
+_MOST_MADE = 16
+"""Choices of slots whose transfers a tile keeps: steps go round a few."""
+
+
 class TileTransfers(NamedTuple):
     """The transfers of a tile while its bytes are in certain slots."""
 
@@ -194,7 +198,7 @@ class TileRanges:
         """Notes where the bytes are now, and their checksums. Raises NoSlotError and OSError as a write does."""
         plans, is_apart = self._plans, self._is_apart
         plans.check_usable()
-        if (queues := plans.queues() if self._tables else None) is not self._queues:
+        if (queues := plans.queues() if self._tables else None) is not self._queues or len(self._made) == _MOST_MADE:
             self._queues = queues
             self._made.clear()
         with plans.lock:
