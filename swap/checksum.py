@@ -32,7 +32,7 @@ from tiermem.swap.errors import DamagedEntry, Place
 from tiermem.swap.native import Op, Workers, check, crc32c_of, lib, rows_of
 from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import FileRange, Numbers
-from tiermem.swap.tile_program import PieceRows, aim_rows, join_rows, moved_rows, piece_rows
+from tiermem.swap.tile_program import PieceRows, aim_rows, moved_rows, piece_rows
 
 ROTATION = 16
 """With verify="sample", one in ROTATION reads of a piece is verified."""
@@ -97,12 +97,12 @@ class PieceTable:
 
     A piece is a range with one checksum; the table knows it by its number. numpy handles all pieces at once.
 
-    serial: a number of the entry, so that each round of reads verifies another sixteenth of the entries.
+    entry: its name; serial: a number of it, so that each round of reads verifies another sixteenth of the entries.
 
     Raises ValueError for pieces that are empty, out of order or overlap.
     """
 
-    def __init__(self, pieces: Pieces, serial: int = 0) -> None:
+    def __init__(self, pieces: Pieces, entry: str = "", serial: int = 0) -> None:
         starts, stops = pieces.starts, pieces.stops
         if (
             starts.shape != stops.shape
@@ -112,6 +112,7 @@ class PieceTable:
         ):
             raise ValueError("pieces are ranges in order, none empty, that do not overlap")
         self.pieces = pieces
+        self.entry = entry
         self.crcs: Crcs = np.zeros(len(starts), np.uint32)
         self.is_known: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
         self._rows = piece_rows(starts, stops - starts, self.crcs, self.is_known)
@@ -134,17 +135,11 @@ class PieceTable:
         """Sets the checksums of these pieces; they are known from now on."""
         self.crcs[which], self.is_known[which] = crcs, True
 
-    def overwrite(self, offset: int, num_bytes: int, crcs: Crcs) -> None:
-        """Records a write: sets the checksums of pieces inside the range; those of pieces partly in it become unknown."""
-        self.is_known[self.touching(offset, num_bytes)] = False
-        self.put(self.inside(offset, num_bytes), crcs)
-
-    def due(self, offset: int, num_bytes: int, rotates: bool) -> Numbers:
-        """Returns the numbers of the pieces inside a range that a read now must verify.
+    def due(self, inside: slice, rotates: bool) -> Numbers:
+        """Returns the numbers of those pieces that a read now must verify.
 
         rotates: verifies one in ROTATION reads of a piece only.
         """
-        inside = self.inside(offset, num_bytes)
         chosen = self.is_known[inside].copy()
         if rotates:
             self._num_reads[inside] += 1
@@ -212,7 +207,7 @@ class Sums:
 
         Pieces that it has already keep what is known of them.
         """
-        table, before = PieceTable(pieces, serial=len(self._tables)), self._tables.get(entry)
+        table, before = PieceTable(pieces, entry, len(self._tables)), self._tables.get(entry)
         if before is not None:
             table.take_over(before)
         self._tables[entry] = table
@@ -239,24 +234,22 @@ class Sums:
 
     def of_write(self, ranges: Iterable[Range]) -> list[Written]:
         """Sums what is about to be written, for `keep`. Needs no lock. Blocks."""
-        due = self._tables_of(ranges)
-        addresses, num_bytes, counts = [], [], []
-        for table, offset, data in due:
-            inside = table.inside(offset, data.numel())
+        due = self.pieces_of(ranges)
+        addresses, num_bytes = [], []
+        for table, base, inside, _ in due:
             starts, stops = table.pieces.starts[inside], table.pieces.stops[inside]
-            addresses.append(starts + (data.data_ptr() - offset))
+            addresses.append(starts + base)
             num_bytes.append(stops - starts)
-            counts.append(len(starts))
         if not due:
             return []
         crcs = self._sum(addresses, num_bytes)
-        own = np.split(crcs, np.cumsum(counts)[:-1])
-        return [Written(table, at, data.numel(), each) for (table, at, data), each in zip(due, own, strict=True)]
+        own = np.split(crcs, np.cumsum([len(each) for each in addresses])[:-1])
+        return [Written(*pair) for pair in zip(due, own, strict=True)]
 
     def keep(self, written: Iterable[Written]) -> None:
         """Records checksums of `of_write` when their write starts."""
         for each in written:
-            each.table.overwrite(each.offset, each.num_bytes, each.crcs)
+            each.pieces.overwrite(each.crcs)
 
     @contextlib.contextmanager
     def patching(self, entry: str, offset: int, data: torch.Tensor) -> Iterator[None]:
@@ -281,35 +274,39 @@ class Sums:
 
         ops, files: the transfers, and what tells the files behind their descriptors, for the error.
         """
-        expected = self.due_of(ranges)
+        expected = self.due_of(self.pieces_of(ranges))
         return functools.partial(self._check, expected, ops, files) if expected else None
 
-    def due_of(self, ranges: Iterable[Range]) -> Expected:
+    def pieces_of(self, ranges: Iterable[Range]) -> list[PiecesIn]:
+        """The pieces of ranges of those entries that have checksums."""
+        found = []
+        for entry, offset, data in ranges:
+            if (table := self._tables.get(entry)) is not None:
+                place = offset, data.numel()
+                found.append(PiecesIn(table, data.data_ptr() - offset, table.inside(*place), table.touching(*place)))
+        return found
+
+    def due_of(self, pieces: Iterable[PiecesIn]) -> Expected:
         """The pieces that a read which starts now must bring, with their checksums."""
         expected = []
-        for entry, offset, data in ranges if self._verify != "resume" else ():
-            table = self._tables.get(entry)
-            if table is not None:
-                due = table.due(offset, data.numel(), rotates=self._verify == "sample")
-                if len(due):
-                    expected.append(_Expected(entry, table, due, table.crcs[due], data.data_ptr() - offset))
+        for table, base, inside, _ in pieces if self._verify != "resume" else ():
+            due = table.due(inside, rotates=self._verify == "sample")
+            if len(due):
+                expected.append(_Expected(table, due, table.crcs[due], base))
         return expected
 
-    def rows_of(self, ranges: Iterable[Range], is_apart: bool) -> tuple[PieceRows, list[Written]]:
-        """The pieces inside ranges that a program writes, for it to sum; and their checksums.
+    def due_again(self, pieces: Sequence[PiecesIn], expected: Expected) -> bool:
+        """Whether a read that starts now must bring what `due_of` has found for an earlier one, and all pieces of the ranges.
 
-        The caller keeps both until then. is_apart: the tables do not change before the checksums are given to `keep`. Else
-        they are the tables' own, and pieces that a range cuts become unknown at once.
+        Then `expected` has their checksums of now.
         """
-        rows, written = list[PieceRows](), list[Written]()
-        for table, offset, data in self._tables_of(ranges):
-            inside, touching = table.inside(offset, data.numel()), table.touching(offset, data.numel())
-            if not is_apart and inside != touching:
-                table.is_known[touching] = False
-            crcs = np.zeros_like(table.crcs[inside]) if is_apart else table.crcs[inside]
-            rows.append(table.rows(inside, data.data_ptr() - offset, crcs if is_apart else None))
-            written.append(Written(table, offset, data.numel(), crcs))
-        return join_rows(rows), written
+        if self._verify != "always" or len(pieces) != len(expected):
+            return self._verify == "resume" and not expected
+        for (table, _, inside, _), each in zip(pieces, expected, strict=True):
+            if len(each.crcs) != inside.stop - inside.start or not table.is_known[inside].all():
+                return False
+            each.crcs[:] = table.crcs[inside]
+        return True
 
     def damage(
         self, expected: Expected, number: int, seen: int, num_wrong: int, ops: Sequence[Op], files: Mapping[int, str]
@@ -324,7 +321,7 @@ class Sums:
                 break
             number -= len(each.numbers)
         start, length = int(each.starts[number]), int(each.num_bytes[number])
-        place = Place(each.entry, start, length, _in_files(each.base + start, length, ops, files))
+        place = Place(each.table.entry, start, length, _in_files(each.base + start, length, ops, files))
         piece, written = each.table.pieces.name(int(each.numbers[number])), int(each.crcs[number])
         others = f"{num_wrong - 1} more pieces of this read are wrong as well. " if num_wrong > 1 else ""
         return DamagedEntry(place, piece, written, seen, f"{others}{self._advice(place)}")
@@ -339,9 +336,6 @@ class Sums:
             return None
         return self.damage(expected, int(wrong[0]), int(seen[wrong[0]]), len(wrong), ops, files())
 
-    def _tables_of(self, ranges: Iterable[Range]) -> list[tuple[PieceTable, int, torch.Tensor]]:
-        return [(self._tables[entry], offset, data) for entry, offset, data in ranges if entry in self._tables]
-
     def _sum(self, addresses: Sequence[Numbers], num_bytes: Sequence[Numbers]) -> Crcs:
         """The checksums of what lies at these addresses, all at once."""
         start_ns, lengths = time.monotonic_ns(), np.concatenate(num_bytes).astype(np.uint64)
@@ -350,19 +344,43 @@ class Sums:
         return crcs
 
 
+class PiecesIn(NamedTuple):
+    """The pieces of a range of an entry."""
+
+    table: PieceTable
+    base: int  # address at which the entry would begin
+    inside: slice  # those that lie in it completely
+    touching: slice  # those that share a byte with it
+
+    def new_crcs(self) -> Crcs:
+        """Room for the checksums of those inside."""
+        return np.zeros(self.inside.stop - self.inside.start, np.uint32)
+
+    def summed(self, crcs: Crcs | None) -> PieceRows:
+        """Those inside for a program, which writes and sums them. crcs: gets their checksums; None: the table does."""
+        return self.table.rows(self.inside, self.base, crcs)
+
+    def begin(self) -> None:
+        """Before a write that changes the table: pieces that the range cuts become unknown."""
+        if self.inside != self.touching:
+            self.table.is_known[self.touching] = False
+
+    def overwrite(self, crcs: Crcs) -> None:
+        """Records a write: sets the checksums of those inside; those that the range cuts become unknown."""
+        self.begin()
+        self.table.put(self.inside, crcs)
+
+
 class Written(NamedTuple):
     """The checksums of the pieces inside a range that is about to be written."""
 
-    table: PieceTable
-    offset: int
-    num_bytes: int
+    pieces: PiecesIn
     crcs: Crcs
 
 
 class _Expected(NamedTuple):
     """Pieces of one entry that a read brings, with their checksums when it started."""
 
-    entry: str
     table: PieceTable
     numbers: Numbers
     crcs: Crcs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import enum
 import errno
@@ -15,12 +14,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from tiermem.swap import durable
 from tiermem.swap.arena import Slot
 from tiermem.swap.device_copy import DeviceCopy
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Blocks, Op
+from tiermem.swap.native import READ, Blocks, Op
 from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.tier import ALIGNMENT, Tier
 
@@ -57,7 +55,7 @@ class Slots:
     0. A failed write makes its bytes in that slot *lost* until the next write of them; lost bytes cannot be frozen. At first
     all bytes are in slot 0, and no freeze holds them.
 
-    The class computes with numbers only. Equal neighbouring pieces are merged, and bisection finds a piece. The store's lock
+    The class computes with numbers only. Bisection finds a piece. The store's lock
     guards it.
 
     Args:
@@ -68,10 +66,14 @@ class Slots:
     def __init__(self, num_bytes: int, num_slots: int) -> None:
         self.num_slots = num_slots
         self._pieces = [_Piece(0, num_bytes, 0, frozenset(), frozenset())]
+        self._starts = [0]  # of the pieces
 
     def current(self, start: int, stop: int) -> list[SlotPart]:
         """Returns the slots that a read of bytes [start, stop) uses, in order."""
-        return _joined(SlotPart(*piece[:3]) for piece in self._within(start, stop))
+        first, last = self._touching(start, stop)
+        if last == first + 1:
+            return [SlotPart(start, stop, self._pieces[first].current)]
+        return _joined([SlotPart(*piece[:3]) for piece in self._within(start, stop)])
 
     def targets(self, start: int, stop: int, is_apart: bool = False) -> list[SlotPart]:
         """Returns the slots that a write of bytes [start, stop) uses, and changes nothing. Raises NoSlotError.
@@ -79,14 +81,16 @@ class Slots:
         is_apart: the write must not overwrite the current slots either.
         """
         pieces = self._within(start, stop)
-        return _joined(SlotPart(piece.start, piece.stop, self._target(piece, is_apart)) for piece in pieces)
+        return _joined([SlotPart(piece.start, piece.stop, self._target(piece, is_apart)) for piece in pieces])
 
     def write(self, part: SlotPart) -> None:
         """Makes a slot of `targets` current, once its write has started. Freezes may have ended since `targets`."""
         start, stop, slot = part
-        if all(piece.current == slot and not piece.lost for piece in self._within(start, stop)):
-            return
-        self._change(start, stop, lambda piece: piece._replace(current=slot, lost=piece.lost - {slot}))
+        first, last = self._touching(start, stop)
+        for piece in self._pieces[first:last]:
+            if piece.current != slot or piece.lost:
+                self._change(start, stop, lambda p: _Piece(p.start, p.stop, slot, p.holds, p.lost - {slot}))
+                break
 
     def lose(self, part: SlotPart) -> None:
         """Marks the bytes of a failed write as lost in its slot."""
@@ -95,26 +99,32 @@ class Slots:
     def lost(self, freeze: int) -> list[SlotPart]:
         """Returns the lost bytes among those that a freeze holds."""
         return _joined(
-            SlotPart(piece.start, piece.stop, slot)
-            for piece in self._pieces
-            if piece.lost
-            for number, slot in sorted(piece.holds)
-            if number == freeze and slot in piece.lost
+            [
+                SlotPart(piece.start, piece.stop, slot)
+                for piece in self._pieces
+                if piece.lost
+                for number, slot in sorted(piece.holds)
+                if number == freeze and slot in piece.lost
+            ]
         )
 
     def freeze(self, freeze: int) -> list[SlotPart]:
         """Holds the current slots of all bytes for the freeze of that number, and returns them."""
-        self._pieces = [
-            _Piece(start, stop, current, holds | {(freeze, current)}, lost)
-            for start, stop, current, holds, lost in self._pieces
-        ]
-        return _joined(SlotPart(*piece[:3]) for piece in self._pieces)
+        self._merge(
+            [
+                _Piece(start, stop, current, holds | {(freeze, current)}, lost)
+                for start, stop, current, holds, lost in self._pieces
+            ]
+        )
+        return _joined([SlotPart(*piece[:3]) for piece in self._pieces])
 
     def thaw(self, freeze: int) -> None:
         """Ends the holds of a freeze, if it has any here."""
-        self._pieces = _joined(
-            _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
-            for start, stop, current, holds, lost in self._pieces
+        self._merge(
+            [
+                _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
+                for start, stop, current, holds, lost in self._pieces
+            ]
         )
 
     def held(self) -> set[int]:
@@ -122,6 +132,8 @@ class Slots:
         return {slot for piece in self._pieces for _, slot in piece.holds}
 
     def _target(self, piece: _Piece, is_apart: bool) -> int:
+        if not piece.holds and not is_apart:
+            return piece.current
         held = {slot for _, slot in piece.holds}
         if piece.current not in held and not is_apart:
             return piece.current
@@ -145,24 +157,29 @@ class Slots:
     def _touching(self, start: int, stop: int) -> tuple[int, int]:
         if start >= stop:
             return 0, 0
-        first = bisect.bisect_right(self._pieces, start, key=lambda piece: piece.start) - 1
-        return first, bisect.bisect_left(self._pieces, stop, first, key=lambda piece: piece.start)
+        first = bisect.bisect_right(self._starts, start) - 1
+        return first, bisect.bisect_left(self._starts, stop, first)
+
+    def _merge(self, pieces: list[_Piece]) -> None:
+        self._pieces = _joined(pieces)
+        self._starts = [piece.start for piece in self._pieces]
 
     def _change(self, start: int, stop: int, change: Callable[[_Piece], _Piece]) -> None:
-        """Changes the pieces of [start, stop) and merges equal neighbours."""
+        """Changes the pieces of [start, stop), which are cut at both ends. Equal neighbours stay apart until the next freeze or
+        thaw, because the next write is likely to have the same ends."""
         first, last = self._touching(start, stop)
         if first == last:
             return
         before, behind = self._pieces[first], self._pieces[last - 1]
         changed = [change(piece) for piece in self._within(start, stop)]
+        if (before.start, behind.stop, last - first) == (start, stop, 1):
+            self._pieces[first] = changed[0]
+            return
         if before.start < start:
             changed.insert(0, before._replace(stop=start))
         if behind.stop > stop:
             changed.append(behind._replace(start=stop))
-        first, last = max(0, first - 1), min(len(self._pieces), last + 1)  # include neighbours, which may be equal now
-        left = [piece for piece in self._pieces[first:last] if piece.stop <= changed[0].start]
-        right = [piece for piece in self._pieces[first:last] if piece.start >= changed[-1].stop]
-        self._pieces[first:last] = _joined([*left, *changed, *right])
+        self._pieces[first:last], self._starts[first:last] = changed, [piece.start for piece in changed]
 
 
 class _Piece(NamedTuple):
@@ -175,11 +192,11 @@ class _Piece(NamedTuple):
     lost: frozenset[int]  # slots whose last write failed
 
 
-def _joined(pieces: Iterable[P]) -> list[P]:
+def _joined(pieces: list[P]) -> list[P]:
     """Merges neighbours that differ in their ranges only."""
-    found: list[P] = []
-    for piece in pieces:
-        if found and found[-1].stop == piece.start and found[-1][2:] == piece[2:]:
+    found = pieces[:1]
+    for piece in pieces[1:]:
+        if found[-1].stop == piece.start and found[-1][2:] == piece[2:]:
             found[-1] = found[-1]._replace(stop=piece.stop)
         else:
             found.append(piece)
@@ -366,51 +383,6 @@ def _cut(starts: Numbers, offsets: Numbers, addresses: Numbers, block_bytes: int
     return (offsets[:, None] + parts).reshape(-1), (addresses[:, None] + parts).reshape(-1), length
 
 
-def reads_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]) -> list[Op]:
-    """The transfers that read byte ranges of entries on NVME into buffers. The caller holds the store's lock."""
-    return [op for name, offset, buffer in ranges for op in entries[name].reads(offset, buffer)]
-
-
-class WritePlan:
-    """A write of byte ranges: its transfers, and the slots that it goes to. The caller holds the store's lock.
-
-    Args:
-        entries: the store's entries.
-        ranges: the name of an entry on NVME, a byte offset in it, and the buffer to write.
-        is_apart: what rests there now stays readable until `begin`.
-
-    Raises ValueError, NoSlotError and OSError as `Entry.check_range` and `NvmeHome.targets`.
-    """
-
-    def __init__(
-        self, entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]], is_apart: bool = False
-    ) -> None:
-        self.ops: list[Op] = []
-        self.targets: list[tuple[NvmeHome, SlotPart]] = []
-        for name, offset, buffer in ranges:
-            home = entries[name].check_range(offset, buffer)
-            parts = home.targets(offset, offset + buffer.numel(), is_apart)
-            self.ops += home.ops(WRITE, parts, buffer.data_ptr() - offset)
-            self.targets += [(home, part) for part in parts]
-
-    def begin(self) -> None:
-        """Makes the slots current, when the write has started."""
-        for home, part in self.targets:
-            home.slots.write(part)
-
-    def lose(self) -> None:
-        """Marks the bytes as lost, when the write has failed."""
-        for home, part in self.targets:
-            home.slots.lose(part)
-
-
-def changing(targets: Sequence[tuple[NvmeHome, SlotPart]], name: str) -> contextlib.AbstractContextManager[None]:
-    """Announces to observers (`durable.watch`) a write that changes the current slot of some bytes."""
-    if durable.is_watched() and any(home.slots.current(part.start, part.stop) != [part] for home, part in targets):
-        return durable.step("slot", name)
-    return contextlib.nullcontext()
-
-
 class EntryState(enum.Enum):
     """The memory that an entry occupies."""
 
@@ -495,11 +467,6 @@ class Entry:
             odd = int(offsets[offsets % ALIGNMENT != 0][0])
             raise ValueError(f"{self.name!r}: offset {odd} is no multiple of {ALIGNMENT}")
         return home
-
-    def reads(self, offset: int, buffer: torch.Tensor) -> list[Op]:
-        """Returns the transfers that fill a buffer with the bytes from `offset` on. Raises as `check_range`."""
-        home = self.check_range(offset, buffer)
-        return home.ops(READ, home.slots.current(offset, offset + buffer.numel()), buffer.data_ptr() - offset)
 
     def nvme_home(self) -> NvmeHome:
         """Returns its home on NVME. Raises RuntimeError when its home is another tier."""

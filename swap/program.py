@@ -54,6 +54,7 @@ from tiermem.swap.tile_program import (
     ONE_WRITE,
     WRITE_STAGE,
     TileProgram,
+    TileTimes,
 )
 
 T = TypeVar("T")
@@ -89,8 +90,9 @@ class Program(Generic[T]):
         self.dropped_bytes = 0  # that tiles wrote in tentative runs which were dropped
 
     def use(self, pool: Pool | None) -> None:
-        """Goes on with other buffers, after `drop`."""
+        """Goes on with other buffers, after `drop`; tiles may have been replaced."""
         self._pool = pool
+        self._plans.forget()
 
     @property
     def begun(self) -> list[T]:
@@ -134,7 +136,7 @@ class Program(Generic[T]):
                 elif self._tentative is not None:
                     times = native.times(len(self._tentative.planned))
                     self.dropped_bytes += sum(each.written_bytes for each in times if each.is_writing)
-                    self._report(native, self._tentative)
+                    self._report(times, self._tentative)
             if self._brought is not None:
                 self._brought.join()  # it has ended with the run
             concurrent.futures.wait(self._left)
@@ -386,14 +388,13 @@ class Program(Generic[T]):
 
     def _give(self, running: Running[T], plans: Sequence[TilePlan[T]], turns: Sequence[int]) -> bool:
         """Adds tiles to a run, which may be brought before this returns. False: it has failed, and does not have them."""
-        first, is_given = len(running.planned), False
-        running.planned.extend(plans)
+        is_given = False
+        running.add(plans)
         try:
-            native = [each.native._replace(turn=turn) for each, turn in zip(plans, turns, strict=True)]
-            is_given = self._program().add(native)
+            is_given = self._program().add([each.native for each in plans], turns)
         finally:
             if not is_given:
-                del running.planned[first:]
+                running.remove(plans)
         return is_given
 
     def _help(self) -> concurrent.futures.ThreadPoolExecutor:
@@ -485,7 +486,7 @@ class Program(Generic[T]):
         False: a write has failed, perhaps that of these bytes.
         """
         entry, offset, data = wanted
-        at, end = offset, offset + data.numel()
+        at, end, written = offset, offset + data.numel(), list[int]()
         for index, start, num_bytes in sorted(running.shown.get(entry, ()), key=lambda each: each.offset):
             assert offset <= start and start + num_bytes <= end, f"a range of {entry!r} cuts a tile"
             if self._program().take(index, data.data_ptr() + start - offset):
@@ -493,10 +494,12 @@ class Program(Generic[T]):
                 if at < start:
                     rest.append((entry, at, data[at - offset : start - offset]))
                 at = start + num_bytes
-            elif self.has_failed:
-                return False
             else:
-                self._note(running, index, False)
+                written.append(index)
+        if written and self.has_failed:
+            return False
+        for index in written:
+            self._note(running, index, False)
         if at < end:
             rest.append((entry, at, data[at - offset :]))
         return True
@@ -526,15 +529,15 @@ class Program(Generic[T]):
         """Notes what was written, and tells the recorder."""
         failure = program.failure()
         failed = failure.tile if failure is not None and failure.stage == WRITE_STAGE else -1
-        for index, times in enumerate(program.times(len(running.planned))):
+        ended = program.times(len(running.planned))
+        for index, times in enumerate(ended):
             if times.is_writing:
                 self._note(running, index, index == failed or not times.is_ended)
-        self._report(program, running)
+        self._report(ended, running)
 
-    def _report(self, program: TileProgram, running: Running[T]) -> None:
+    def _report(self, ended: Sequence[TileTimes], running: Running[T]) -> None:
         """Tells the recorder what became of the tiles of a run."""
         planned, work, end_ns = running.planned, running.work, 0
-        ended = program.times(len(planned))
         for each, times in zip(planned, ended, strict=True):
             each.tell(self._store.recorder, times, work.name(each.tile), running.lane, running.is_awaited)
             self.num_native += each.is_native and times.is_ended

@@ -1,18 +1,16 @@
-"""Resources of a store: its memory, files and queues, its moves in flight, and plans of transfers."""
+"""Resources of a store: its memory, files and queues, and its moves in flight."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 
 from tiermem.swap.arena import Arena
-from tiermem.swap.checksum import Expected, Range, Sums, Written
-from tiermem.swap.entry import Entry, WritePlan, changing, reads_of
+from tiermem.swap.entry import Entry
 from tiermem.swap.files import Files
 from tiermem.swap.move import Move
-from tiermem.swap.native import Counters, Fault, IoSettings, Op, check_process
+from tiermem.swap.native import Counters, Fault, IoSettings, check_process
 from tiermem.swap.passes import weigh
 from tiermem.swap.paths import AnyPath, as_paths
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, add_counters
@@ -120,41 +118,6 @@ class Resources:
         if queues is None:
             return self._past
         return [add_counters(pair) for pair in zip(self._past, queues.counters_by_path(), strict=True)]
-
-
-class Plans:
-    """Plans transfers that a step program makes by itself (program.py). Thread-safe."""
-
-    def __init__(
-        self, entries: Mapping[str, Entry], sums: Sums, held: Resources, lock: AbstractContextManager[object]
-    ) -> None:
-        self._entries = entries
-        self._sums = sums
-        self._held = held
-        self._lock = lock  # the store's
-
-    def reads(self, ranges: Sequence[Range]) -> tuple[list[Op], Expected]:
-        """The transfers of `TensorStore.read`, and the checksums to compare then."""
-        self._held.check_usable()
-        with self._lock:
-            return reads_of(self._entries, ranges), self._sums.due_of(ranges)
-
-    def writes(self, ranges: Sequence[Range], is_apart: bool = False) -> WritePlan:
-        """The transfers of `TensorStore.write`, whose errors it raises. After them the caller calls `note`.
-
-        is_apart: the bytes that they replace can be read until `note`. Without `note` they stay.
-        """
-        self._held.check_usable()
-        with self._lock:
-            return WritePlan(self._entries, ranges, is_apart)
-
-    def note(self, plan: WritePlan, name: str, has_failed: bool, written: Sequence[Written] = ()) -> None:
-        """Notes that the writes of a plan have been made, or that they failed, and the checksums of writes apart."""
-        with self._lock, changing(plan.targets, name):
-            self._sums.keep(written)
-            plan.begin()
-            if has_failed:
-                plan.lose()
 
 
 class UnderWay:

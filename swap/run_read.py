@@ -44,7 +44,7 @@ class RunState:
         self.is_over, self.error = True, error
 
 
-class Shown(NamedTuple):
+class ShownBy(NamedTuple):
     """Bytes of an entry that a tile of a run changes."""
 
     tile: int  # its index in the run
@@ -60,7 +60,7 @@ class Running(Generic[T]):
     work: TileWork[T]
     lane: str
     is_awaited: bool  # its caller does nothing but wait
-    shown: dict[str, list[Shown]] = dataclasses.field(default_factory=dict)  # by entry
+    shown: dict[str, list[ShownBy]] = dataclasses.field(default_factory=dict)  # by entry
     noted: set[int] = dataclasses.field(default_factory=set)  # tiles whose writes the store knows of
     causes: list[Exception] = dataclasses.field(default_factory=list)  # of tiles that were not brought
     is_cut: bool = False  # it failed before it was given all tiles
@@ -70,15 +70,33 @@ class Running(Generic[T]):
         """Notes that the other tiles are not given to it."""
         self.is_cut = True
 
+    def __post_init__(self) -> None:
+        self._num_called = self._num_brought = 0
+        self._count(self.planned, 1)
+
+    def add(self, plans: Sequence[TilePlan[T]]) -> None:
+        """Adds tiles behind the others."""
+        self.planned.extend(plans)
+        self._count(plans, 1)
+
+    def remove(self, plans: Sequence[TilePlan[T]]) -> None:
+        """Removes the last tiles, which the native program has refused."""
+        del self.planned[len(self.planned) - len(plans) :]
+        self._count(plans, -1)
+
+    def _count(self, plans: Sequence[TilePlan[T]], each: int) -> None:
+        self._num_called += each * sum(not plan.is_native for plan in plans)
+        self._num_brought += each * sum(plan.is_brought for plan in plans)
+
     @property
     def is_native(self) -> bool:
         """Whether no tile needs its caller."""
-        return all(each.is_native for each in self.planned)
+        return not self._num_called
 
     @property
     def is_brought(self) -> bool:
         """Whether tiles need bytes from elsewhere than disk, and nothing else of the caller."""
-        return self.is_native and any(each.is_brought for each in self.planned)
+        return not self._num_called and self._num_brought > 0
 
     def take_on(self, work: TileWork[T]) -> None:
         """Makes a tentative run the run of this work, which is that of its tiles."""
@@ -88,8 +106,7 @@ class Running(Generic[T]):
         """Notes where reads find bytes of its tiles, when it has all of them."""
         for index, each in enumerate(self.planned):
             if (shown := each.shown) is not None:
-                entry, offset, data = shown
-                self.shown.setdefault(entry, []).append(Shown(index, offset, data.numel()))
+                self.shown.setdefault(shown.entry, []).append(ShownBy(index, shown.offset, shown.memory.num_bytes))
 
 
 class RunRead:

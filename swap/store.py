@@ -48,12 +48,13 @@ from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import BudgetError, Slot
 from tiermem.swap.checksum import Range, Sums, Written
 from tiermem.swap.device_memory import DeviceMemory
-from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome, WritePlan, changing, reads_of
+from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome
 from tiermem.swap.move import Later, Move, wait_for_any
 from tiermem.swap.native import BACKGROUND, NORMAL, Fault, IoSettings, check_process
 from tiermem.swap.paths import AnyPath
+from tiermem.swap.places import Plans, WritePlan, changing, places_of, reads_of
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, Transfers
-from tiermem.swap.resources import Plans, Resources, UnderWay
+from tiermem.swap.resources import Resources, UnderWay
 from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.tier import Tier
 
@@ -296,7 +297,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self._check_usable()
         with self._lock:
             entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
-            ops = reads_of(self._entries, ranges)
+            ops = reads_of(places_of(self._entries, ranges))
             check = self.sums.check_of(ranges, ops, self._files.by_descriptor) if is_checked else None
             buffers = [buffer for _, _, buffer in ranges]
             if not ops:
@@ -481,8 +482,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
         try:
             data = slot.tensor[: entry.padded_bytes]
-            ops = entry.reads(0, data)
-            check = self.sums.check_of([(entry.name, 0, data)], ops, self._files.by_descriptor)
+            ops = reads_of(places_of(self._entries, whole := [(entry.name, 0, data)]))
+            check = self.sums.check_of(whole, ops, self._files.by_descriptor)
             writing = entry.leaving  # a write that has failed fails the fetch, too
             if writing is None or (writing.is_done() and not writing.has_failed):
                 transfers: int | Later = queues.submit(ops, priority)
@@ -522,7 +523,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         on_end: Callable[[bool], None] | None = None,
     ) -> Move:
         """Starts a write to free slots. These slots become current when the write starts, and lost if it fails."""
-        entries, plan = tuple(self._entries[entry] for entry, _, _ in ranges), WritePlan(self._entries, ranges)
+        plan, entries = WritePlan(places_of(self._entries, ranges)), tuple(self._entries[each[0]] for each in ranges)
 
         def ended(arrived: bool) -> None:
             if not arrived:
@@ -586,8 +587,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """Waits for every transfer and closes the queues; the next transfer opens new ones."""
         while True:
             with self._lock:
-                moves = self._under_way.unfinished()
-                if not moves:
+                if not (moves := self._under_way.unfinished()):
                     self._held.end_queues()
                     return
             for move in moves:

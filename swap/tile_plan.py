@@ -14,9 +14,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Expected, Range, Written
-from tiermem.swap.entry import WritePlan
-from tiermem.swap.native import Op, TransferError, ffi, step_struct
+from tiermem.swap.native import Op, TransferError, step_struct
 from tiermem.swap.parts import Dither, StepParts, StepRule
+from tiermem.swap.places import TileRanges, WritePlan
 from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.store import TensorStore
@@ -30,9 +30,7 @@ from tiermem.swap.tile_program import (
     Failure,
     NativeTile,
     TileTimes,
-    Transfer,
     bytes_of_rows,
-    join_rows,
 )
 
 T = TypeVar("T")
@@ -49,29 +47,15 @@ class KernelStep(NamedTuple):
 
 
 class NativeStep(NamedTuple):
-    """A native step, and what it points at."""
+    """A native step, and what it points at, unless that outlives it anyway."""
 
     struct: Any  # tm_step *
-    parts: StepParts
+    parts: StepParts | None = None
 
-
-class NativeSteps:
-    """Makes the native steps of one pass. Those of equal rules and the same tensors differ in their dither alone."""
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, NativeStep] = {}
-
-    def of(self, step: KernelStep) -> NativeStep:
+    @staticmethod
+    def of(step: KernelStep) -> NativeStep:
         """The native step of these arguments. Raises ValueError for parts that do not fit together."""
-        rule, parts, dither, start_moments = step
-        tensors = parts.weight, parts.master, parts.grad, *parts.moments
-        likeness = rule, start_moments, dither is None, *map(id, tensors)
-        if (like := self._made.get(likeness)) is None:
-            return self._made.setdefault(likeness, NativeStep(step_struct(*step), parts))
-        struct = ffi.new("tm_step *", like.struct[0])
-        if dither is not None:
-            struct.key, struct.step, struct.first_element = dither
-        return NativeStep(struct, parts)
+        return NativeStep(step_struct(*step), step.parts)
 
 
 class TileWork(Protocol[T_contra]):
@@ -101,6 +85,10 @@ class TileWork(Protocol[T_contra]):
     def writes(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
         """What is written back."""
 
+    def likeness(self, tile: T_contra, slot: Slot | None) -> Hashable:
+        """Equal for equal ranges, which are then planned once; None: they are planned anew."""
+        return None
+
     def is_shown(self, tile: T_contra) -> bool:
         """Whether `Program.read` finds the last of `writes` while the run is under way."""
         return False
@@ -122,7 +110,15 @@ class TileWork(Protocol[T_contra]):
         before the buffer is written, such as waiting for an accelerator; None: nothing. A tile without buffer has no rest."""
 
 
-@dataclasses.dataclass(frozen=True)
+class Shown(NamedTuple):
+    """Bytes of an entry that `Program.read` finds while the run is under way."""
+
+    entry: str
+    offset: int
+    memory: ByteRange  # in the buffer
+
+
+@dataclasses.dataclass
 class TilePlan(Generic[T]):
     """A tile of a run, or of a begin, as it was given to the native program."""
 
@@ -132,7 +128,7 @@ class TilePlan(Generic[T]):
     expected: Expected
     writes: WritePlan | None = None
     written: Sequence[Written] = ()  # checksums of writes apart
-    shown: Range | None = None
+    shown: Shown | None = None
     keep: object = None  # what native memory points at
 
     @property
@@ -178,62 +174,83 @@ class TilePlan(Generic[T]):
         return TransferError(failure.error, failure.kind, path, failure.offset, failure.length)
 
 
+class _Ranges(NamedTuple):
+    """The ranges of a tile, planned for several runs."""
+
+    likeness: Hashable
+    planned: TileRanges
+    shown: Shown | None
+
+
 class TilePlans:
-    """Plans tiles of one store."""
+    """Plans tiles of one store. What the ranges of a tile have in common in all runs is kept."""
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
+        self._kept: dict[Any, _Ranges] = {}  # by tile
+
+    def forget(self) -> None:
+        """Gives up what is kept, because tiles have been replaced."""
+        self._kept.clear()
 
     def reads(self, tile: T, ranges: Sequence[Range], unit: int) -> TilePlan[T]:
         """The plan of a tile that is read before its run."""
-        ops, expected = self._store.plans.reads(ranges)
-        checks = join_rows([each.rows() for each in expected])
-        native = NativeTile(id(tile), unit, 0, self._transfers(ops), checks, (), NO_PIECES, ())
-        return TilePlan(tile, native, ops, expected)
+        planned = TileRanges(self._store.plans, ranges)
+        planned.renew()
+        reads, writes = planned.transfers.native
+        native = NativeTile(id(tile), unit, 0, reads, planned.checks, (), NO_PIECES, writes)
+        return TilePlan(tile, native, planned.transfers.reads, planned.expected, keep=planned)
 
     def whole(
         self, tile: T, work: TileWork[T], slot: Slot | None, begun: TilePlan[T] | None, is_apart: bool = False
     ) -> TilePlan[T]:
         """The plan of a tile of a run. begun: what was read before. Raises what `work` raises, NoSlotError and OSError."""
-        early, late = work.early_reads(tile, slot), work.late_reads(tile, slot)
-        writes, steps = work.writes(tile, slot), work.steps(tile, slot)
-        shown = writes[-1] if work.is_shown(tile) else None
-        read = self.reads(tile, late if begun is not None else [*early, *late], work.unit(tile))
-        kept = self._kept(read.native.reads, late, work.kept(tile))
-        plan = self._store.plans.writes(writes, is_apart) if writes else None
-        sums, written = self._store.sums.rows_of(writes, is_apart)
-        native = read.native._replace(
-            reads=kept,
+        found = self._ranges(tile, work, slot, begun is not None, is_apart)
+        steps, planned, shown = work.steps(tile, slot), found.planned, found.shown
+        planned.renew()
+        planned.transfers.set_kept(work.kept(tile))
+        reads, writes = planned.transfers.native
+        native = NativeTile(
+            key=id(tile) if begun is None else begun.native.key,
+            unit=work.unit(tile),
             flags=CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None),
-            key=read.native.key if begun is None else begun.native.key,
+            reads=reads,
+            checks=planned.checks,
             steps=[step.struct for step in steps or ()],
-            sums=sums,
-            writes=[] if plan is None else self._transfers(plan.ops),
-            weights=ByteRange(0, 0) if shown is None else ByteRange(shown[2].data_ptr(), shown[2].numel()),
+            sums=planned.sums,
+            writes=writes,
+            weights=ByteRange(0, 0) if shown is None else shown.memory,
         )
-        keep = steps, written, begun
         ops, expected = ([], []) if begun is None else (begun.ops, begun.expected)
-        apart = written if is_apart else ()
-        return TilePlan(tile, native, [*ops, *read.ops], [*expected, *read.expected], plan, apart, shown, keep)
+        return TilePlan(
+            tile,
+            native,
+            [*ops, *planned.transfers.reads],
+            [*expected, *planned.expected],
+            planned.transfers.writes,
+            planned.written,
+            shown,
+            (steps, planned, begun),
+        )
 
-    def _kept(self, reads: Sequence[Transfer], late: Sequence[Range], address: int) -> Sequence[Transfer]:
-        """The same transfers; those of late ranges say where memory has their bytes, if it has."""
-        for _, _, data in late if address else ():
-            begin, end = data.data_ptr(), data.data_ptr() + data.numel()
-            here = address - begin
-            reads = [r._replace(kept=r.address + here) if begin <= r.address < end else r for r in reads]
-            address += data.numel()
-        return reads
+    def _ranges(self, tile: T, work: TileWork[T], slot: Slot | None, is_begun: bool, is_apart: bool) -> _Ranges:
+        """The ranges of a tile: the kept ones if they are like these."""
+        likeness = None if is_begun or (like := work.likeness(tile, slot)) is None else (like, is_apart)
+        kept = self._kept.get(tile) if likeness is not None else None
+        if kept is not None and kept.likeness == likeness and kept.planned.is_current:
+            return kept
+        early, late, writes = work.early_reads(tile, slot), work.late_reads(tile, slot), work.writes(tile, slot)
+        planned = TileRanges(self._store.plans, [] if is_begun else early, late, writes, is_apart)
+        shown = None
+        if work.is_shown(tile):
+            entry, offset, data = writes[-1]
+            shown = Shown(entry, offset, ByteRange(data.data_ptr(), data.numel()))
+        found = _Ranges(likeness, planned, shown)
+        if likeness is not None:
+            self._kept[tile] = found
+        return found
 
     def note(self, plan: TilePlan[T], name: str, has_failed: bool) -> None:
         """Tells the store that the writes of a plan have been made, or that they failed."""
-        if plan.writes is not None:
+        if plan.writes is not None and plan.writes.targets:
             self._store.plans.note(plan.writes, name, has_failed, plan.written)
-
-    def _transfers(self, ops: Sequence[Op]) -> list[Transfer]:
-        queues = self._store.queues if ops else None
-        return [
-            Transfer(queues.handle_of(op.fd), op.address, op.length, op.offset, op.fd)
-            for op in ops
-            if queues is not None
-        ]

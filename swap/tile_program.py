@@ -32,30 +32,18 @@ NO_PIECES: PieceRows = np.zeros((0, len(_COLUMNS)), np.uint64)
 _UNIT_OF_DATA = np.array([column == "data" for column in _COLUMNS], np.uint64)
 
 
-class Transfer(NamedTuple):
-    """One transfer of a tile. `queue` is the handle of its native queue."""
-
-    queue: Any
-    address: int
-    length: int
-    offset: int
-    fd: int
-    kept: int = 0  # of a read: the address of memory that has the same bytes until `forget`; 0: there is none
-
-
 class NativeTile(NamedTuple):
     """A tile as the program gets it. Addresses are those in the first buffer."""
 
     key: int
     unit: int
     flags: int
-    reads: Sequence[Transfer]
+    reads: Any  # tm_transfer[]
     checks: PieceRows
     steps: Sequence[Any]  # tm_step *
     sums: PieceRows
-    writes: Sequence[Transfer]
+    writes: Any  # tm_transfer[]
     weights: ByteRange = ByteRange(0, 0)
-    turn: int = 0
 
 
 class Failure(NamedTuple):
@@ -159,9 +147,14 @@ class TileProgram:
         del keep
         check(code, f"starting a program of {total} tiles")
 
-    def add(self, tiles: Sequence[NativeTile]) -> bool:
-        """Gives the run more tiles, while others are stepped. False: it has ended already. Does not block."""
+    def add(self, tiles: Sequence[NativeTile], turns: Sequence[int]) -> bool:
+        """Gives the run more tiles, while others are stepped. False: it has ended already. Does not block.
+
+        turns: a tile gets its buffer before those of later turns; 0 is that of the tiles of `run`.
+        """
         given, keep = _tiles(tiles)
+        for tile, turn in zip(given, turns, strict=True):
+            tile.turn = turn
         code = lib.tm_program_add(self.handle, given, len(tiles))
         del keep
         return check(code, f"adding {len(tiles)} tiles to a program") == 0
@@ -242,22 +235,13 @@ def _tiles(tiles: Sequence[NativeTile]) -> tuple[Any, list[Any]]:
     """An array of tm_tile, and what it points at."""
     given, keep = ffi.new("tm_tile[]", len(tiles)), []
     for slot, tile in zip(given, tiles, strict=True):
-        slot.key, slot.unit, slot.flags, slot.turn = tile.key, tile.unit, tile.flags, tile.turn
-        reads, writes = _transfers(tile.reads), _transfers(tile.writes)
+        slot.key, slot.unit, slot.flags = tile.key, tile.unit, tile.flags
         steps = ffi.new("tm_step *[]", list(tile.steps))
+        slot.reads, slot.writes, slot.steps = tile.reads, tile.writes, ffi.cast("const tm_step *const *", steps)
         slot.num_reads, slot.num_writes, slot.num_steps = len(tile.reads), len(tile.writes), len(tile.steps)
-        slot.reads, slot.writes, slot.steps = reads, writes, ffi.cast("const tm_step *const *", steps)
         slot.num_checks, slot.num_sums = len(tile.checks), len(tile.sums)
         slot.checks = ffi.cast("const tm_piece *", tile.checks.ctypes.data)
         slot.sums = ffi.cast("const tm_piece *", tile.sums.ctypes.data)
         slot.weights, slot.weight_bytes = ffi.cast("void *", tile.weights.offset), tile.weights.num_bytes
-        keep += [reads, writes, steps, tile]
+        keep.append(steps)
     return given, keep
-
-
-def _transfers(transfers: Sequence[Transfer]) -> Any:
-    cast = ffi.cast
-    return ffi.new(
-        "tm_transfer[]",
-        [(t.queue, cast("void *", t.address), t.length, t.offset, cast("void *", t.kept), t.fd, 0) for t in transfers],
-    )

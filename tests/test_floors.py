@@ -26,7 +26,7 @@ _ORDER = """
 tiermem: swap precision policy schedule config zero optim weights averages checkpoint forecast state_access engine integrations
     as_deepspeed utils tools
 tiermem.swap: tier ranges errors durable parts native tile_program accelerator nodes torch_step triton_step arena direct paths
-    run_folder files queue passes checksum move device_copy device_memory entry resources store tile_plan
+    run_folder files queue passes checksum move device_copy device_memory entry resources places store tile_plan
     run_read program stream
 tiermem.config: keys base io optimizer precision zero translate root load
 tiermem.zero: registry failures topology joining collectives compute quantised leaf gradient_state unit state_layout gather

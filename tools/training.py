@@ -34,7 +34,14 @@ from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.card import NO_OTHER_WAY, Card, Chosen, Room, choose_config, recomputes, settle_by_cap
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
+from tiermem.tools.launcher import (
+    Channel,
+    Job,
+    give_back_free_memory,
+    large_blocks_mapped,
+    leave_out_of_collections,
+    resident_of,
+)
 from tiermem.tools.planned import Activations, Budget, budget_of, check_cap, meta_model, state_bytes, transformers
 from tiermem.tools.prediction import (
     Measured,
@@ -102,6 +109,7 @@ class Trainer:
                 self._warn(warn_of_disk(job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)))
                 before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
                 self._stop.may_unwind = False
+                leave_out_of_collections()
                 self._train(engine)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell

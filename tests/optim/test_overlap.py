@@ -36,9 +36,9 @@ from tiermem.state_access import (
     safe_set_full_optimizer_state,
 )
 from tiermem.swap.errors import CorruptionError
-from tiermem.swap.native import READ, WRITE, Op, TransferError
+from tiermem.swap.native import READ, WRITE, TransferError
+from tiermem.swap.places import TileRanges
 from tiermem.swap.program import Program
-from tiermem.swap.tile_plan import TilePlans
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.unit_state import UnitState
 
@@ -526,18 +526,19 @@ def test_damaged_states_are_named_by_the_fetch_of_their_unit(
     check_torn(model, shards, optim, tmp_path / "saved")
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, shards: Shards, fd: int, kind: int, num_left: int) -> None:
+def fail(monkeypatch: pytest.MonkeyPatch, fd: int, kind: int, num_left: int) -> None:
     """Of the next step's transfers of a kind the last of so many is of a file that refuses it, as are all that follow."""
-    plan, queues = TilePlans._transfers, shards.store.queues
-    handle_of, other = queues.handle_of, next(iter(queues.files))
+    renew = TileRanges.renew
 
-    def transfers(self: Any, ops: Sequence[Op]) -> Any:
+    def renewed(self: TileRanges) -> None:
         nonlocal num_left
-        num_left -= any(op.kind == kind for op in ops)
-        return plan(self, [op if num_left > 0 or op.kind != kind else op._replace(fd=fd) for op in ops])
+        renew(self)
+        rows = self.transfers.native[kind == WRITE]
+        num_left -= len(rows) > 0
+        for row in rows if num_left <= 0 else ():
+            row.fd = fd
 
-    monkeypatch.setattr(queues, "handle_of", lambda of: handle_of(other if of == fd else of))
-    monkeypatch.setattr(TilePlans, "_transfers", transfers)
+    monkeypatch.setattr(TileRanges, "renew", renewed)
 
 
 LOOKS: dict[str, Callable[[nn.Module, Shards, Optim, Path], object]] = {
@@ -558,7 +559,7 @@ def test_a_write_that_fails_is_raised_by_the_next_look(
     shards.check_whole()
     loss_of(model, 5).backward()
     with open(os.devnull, "rb") as readable:
-        fail(monkeypatch, shards, readable.fileno(), WRITE, len(optim.tiles_of(shards).tiles))
+        fail(monkeypatch, readable.fileno(), WRITE, len(optim.tiles_of(shards).tiles))
         with pytest.raises(TransferError) as caught:
             step_and(optim, lambda: LOOKS[look](model, shards, optim, tmp_path / "saved"))
     assert caught.value.errno == errno.EBADF
@@ -574,7 +575,7 @@ def test_a_read_that_fails_is_raised_by_the_fetch_of_its_unit(
     shards.check_whole()
     loss_of(model, 5).backward()
     with open(os.devnull, "wb") as writable:
-        fail(monkeypatch, shards, writable.fileno(), READ, 2)
+        fail(monkeypatch, writable.fileno(), READ, 2)
         with pytest.raises(TransferError) as caught:
             step_and(optim, lambda: loss_of(model, 6))
     assert caught.value.errno == errno.EBADF

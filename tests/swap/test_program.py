@@ -5,27 +5,28 @@ from __future__ import annotations
 import errno
 import functools
 import gc
+import random
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
 from tiermem.swap.arena import Pool, Slot
-from tiermem.swap.checksum import Pieces, Range
-from tiermem.swap.entry import NoSlotError
+from tiermem.swap.checksum import Pieces, Range, Verify
+from tiermem.swap.entry import Freeze, NoSlotError
 from tiermem.swap.errors import DamagedEntry
 from tiermem.swap.native import Fault, IoSettings, TransferError, Workers, optimizer_step
 from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.program import Program
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
-from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps, TilePlans
+from tiermem.swap.tile_plan import KernelStep, NativeStep, TilePlans, TileWork
 from tiermem.swap.tile_program import TileProgram
 
 NUMEL = 8192
@@ -34,7 +35,7 @@ GRAD = torch.linspace(-1, 1, NUMEL)
 RULE = StepRule("sgd", 0.5, 0.0, momentum=0.5)
 
 
-class Momentum:
+class Momentum(TileWork[str]):
     """A tile is an entry: an fp32 weight and its momentum. `called`: the tiles whose work is not native.
 
     brought: the tiles whose gradients are brought to their buffers, behind what rests on disk.
@@ -52,7 +53,6 @@ class Momentum:
         self._store = store
         self._workers = workers
         self._called = called
-        self._native_steps = NativeSteps()
         self._fails_at = fails_at
         self._brought = brought
         self._error = error
@@ -68,21 +68,18 @@ class Momentum:
     def early_reads(self, tile: str, slot: Slot | None) -> list[Range]:
         return self._ranges(tile, slot)
 
-    def late_reads(self, tile: str, slot: Slot | None) -> list[Range]:
-        return []
-
-    def kept(self, tile: str) -> int:
-        return 0
-
     def writes(self, tile: str, slot: Slot | None) -> list[Range]:
         return self._ranges(tile, slot)
+
+    def likeness(self, tile: str, slot: Slot | None) -> int | None:
+        return None if slot is None else slot.tensor.data_ptr()
 
     def is_shown(self, tile: str) -> bool:
         return self._store.home_of(tile) is not Tier.HOST
 
     def steps(self, tile: str, slot: Slot | None) -> list[NativeStep] | None:
         step = KernelStep(RULE, self._parts(tile, slot), None, False)
-        return None if tile in self._called else [self._native_steps.of(step)]
+        return None if tile in self._called else [NativeStep.of(step)]
 
     def is_brought(self, tile: str) -> bool:
         return tile in self._brought
@@ -714,6 +711,94 @@ def test_a_pool_without_a_free_buffer_is_an_error(store: TensorStore, workers: W
         program.run(names, Momentum(store, workers))
     pool.give_back(slot)
     program.run(names, Momentum(store, workers))
+    program.close()
+
+
+# ---- ranges that are planned once ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_kept_of_tiles_follows_every_change(
+    make_store: Callable[..., TensorStore], workers: Workers, seed: int
+) -> None:
+    """Between runs of one program slots are held, entries made anew, pieces cut or unknown, and queues opened anew."""
+    store, chosen = make_store(num_slots=3, host_bytes=64 << 20), random.Random(seed)
+    names, steps = put(store, 5), [0] * 5
+    program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
+    freezes = list[Freeze]()
+
+    def run(some: Sequence[int]) -> None:
+        program.run([names[number] for number in some], Momentum(store, workers))
+        for number in some:
+            steps[number] += 1
+
+    def attempt(is_committed: bool) -> None:
+        assert program.attempt(names[2:], Momentum(store, workers), 5)
+        if is_committed:
+            program.commit(names, Momentum(store, workers))
+            program.finish()
+            steps[:] = [each + 1 for each in steps]
+        else:
+            program.drop()
+
+    def freeze() -> None:
+        if freezes:
+            store.thaw(freezes.pop())
+        else:
+            freezes.append(store.freeze())
+
+    def make_anew(number: int) -> None:
+        data = value(store, names[number])
+        store.drop(names[number])
+        store.put(names[number], data, Tier.NVME).wait()
+
+    def protect(number: int, piece_bytes: int) -> None:
+        starts = np.arange(0, TILE_BYTES, piece_bytes)
+        store.sums.protect(names[number], Pieces(starts, starts + piece_bytes))
+
+    def write_part(number: int) -> None:
+        page = store.arena.take(4096, "a test")
+        page.tensor.copy_(value(store, names[number])[8192:12288])
+        store.write([(names[number], 8192, page.tensor)], "a page").wait()
+        store.arena.give_back(page)
+        if (table := store.sums.of(names[number])) is not None:
+            table.crcs[table.unknown()] ^= 1  # they say nothing
+
+    def open_queues() -> None:
+        store.arena.take(1 << 20, "memory that the queues do not know")
+        store.settle()
+
+    for _ in range(40):
+        number = chosen.randrange(5)
+        chosen.choice(
+            [
+                lambda: run(range(5)),
+                lambda: run(range(5)),
+                lambda number=number: run(sorted({0, number})),
+                lambda: attempt(True),
+                lambda: attempt(True),
+                lambda: attempt(False),
+                freeze,
+                lambda number=number: make_anew(number),
+                lambda number=number: protect(number, 16384 if number % 2 else 8192),
+                lambda number=number: write_part(number),
+                lambda: store.sums.use(workers, chosen.choice(get_args(Verify))),
+                open_queues,
+            ]
+        )()
+        check(store, names, steps, workers)
+    while freezes:
+        freeze()
+    store.sums.use(workers, "always")
+    for number in range(5):
+        protect(number, 16384)
+    for _ in range(2):  # the first run makes the checksums known
+        run(range(5))
+    table = store.sums.of(names[3])
+    assert table is not None and table.is_known.all()
+    table.crcs[1] ^= 1
+    with pytest.raises(DamagedEntry, match="'tile 3'"):
+        run(range(5))
     program.close()
 
 

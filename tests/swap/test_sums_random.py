@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.checksum import Pieces, PieceTable, crc32c
+from tiermem.swap.checksum import Pieces, PiecesIn, PieceTable, crc32c
 from tiermem.swap.native import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
@@ -44,7 +44,8 @@ def test_a_table_knows_what_was_written_whole(edges: set[int], writes: list[list
         touched = [i for i, (first, last) in enumerate(bounds) if first < stop and start < last and start < stop]
         assert list(range(len(bounds)))[table.inside(start, stop - start)] == inside
         assert list(range(len(bounds)))[table.touching(start, stop - start)] == touched
-        table.overwrite(start, stop - start, np.full(len(inside), number, np.uint32))
+        pieces = PiecesIn(table, 0, table.inside(start, stop - start), table.touching(start, stop - start))
+        pieces.overwrite(np.full(len(inside), number, np.uint32))
         if start < stop:
             known = {i: crc for i, crc in known.items() if i not in touched} | dict.fromkeys(inside, number)
         assert {i: int(table.crcs[i]) for i in np.flatnonzero(table.is_known)} == known

@@ -86,8 +86,8 @@ def test_no_iteration_moves_less_and_one_without_overlap_moves_as_much(name: str
 # ---- the verdict ---------------------------------------------------------------------------------------------------------
 
 
-def misses(moved: int, window_s: float, yardstick_s: float, none_s: float) -> list[str]:
-    verdict = Verdict.of(IoCounts(moved, 0), IoCounts(60, 40), window_s, yardstick_s, none_s)
+def misses(moved: int, window_s: float, yardstick_s: float, none_s: float, python_s: float = 0.0) -> list[str]:
+    verdict = Verdict.of(IoCounts(moved, 0), IoCounts(60, 40), window_s, yardstick_s, none_s, python_s)
     return list(verdict.misses(window_s))
 
 
@@ -99,6 +99,8 @@ def test_either_bound_of_the_time_is_enough() -> None:
         "is more"
     ]
     assert misses(103, 1.0, 1.0, 1.0) == ["an iteration moves 1.030 of the least bytes; 1.02 is allowed"]
+    assert misses(100, 1.0, 1.0, 1.0, 0.02) == []
+    assert misses(100, 1.0, 1.0, 1.0, 0.03) == ["Python takes 3.0% of an iteration for its step; 2% is allowed"]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------------
@@ -130,7 +132,8 @@ def test_a_small_model_is_measured_and_nothing_is_left(tmp_path: Path, capsys: p
     )
     pairs = [(*each["maths_s"], *each["loop_s"]) for each in figures["yardstick"]]  # of one round
     assert len(pairs) == 3 and figures["yardstick_s"] == min(map(max, pairs)) > 0
-    assert set(figures["verdict"]) == {"bytes_ratio", "of_yardstick", "of_none", "bound_s"}
+    assert set(figures["verdict"]) == {"bytes_ratio", "of_yardstick", "of_none", "bound_s", "python_part"}
+    assert 0.0 < window["python_s"] < window["iteration_s_median"]
     assert not [miss for miss in figures["misses"] if "losses" in miss or "kernel" in miss]
     for words in ("overlap=forward", "optimizer states", "moved, by the kernel", "iteration / yardstick"):
         assert words in said

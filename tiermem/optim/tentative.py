@@ -19,7 +19,7 @@ need not agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from tiermem.optim.rules import AnyStep
@@ -33,8 +33,9 @@ from tiermem.zero.unit_state import LiveUnit
 
 logger = logging.getLogger("tiermem")
 
-StepOf = Callable[[Shard, float, int], AnyStep | None]
-"""(parameter, factor of the gradients, number of its step) -> its rule and scalars; None: it is not stepped."""
+StepOf = Callable[[Shard, float, int, dict[Hashable, AnyStep]], AnyStep | None]
+"""(parameter, factor of the gradients, number of its step, earlier ones to share) -> its rule and scalars; None: it is not
+stepped."""
 
 _MOST_DUE = 64  # steps
 
@@ -97,15 +98,17 @@ class TentativeStep:
         self._is_attempted = False  # units that come home in this backward are stepped
         self._was_attempted = False  # since the last step
         self._has_changed = False  # a gradient came home again after its unit was stepped
+        self._steps: dict[Shard, AnyStep | None] = {}  # that are assumed
         self._assumed: dict[Shard, Assumption | None] = {}
         self._waiting: list[LiveUnit] = []  # units whose gradients are on their way to NVMe
+        self._made: dict[Hashable, AnyStep] = {}  # of one moment, shared by parameters
+        self._texts: dict[int, str] = {}  # by id of these
 
     def begin_backward(self) -> None:
         """Drops what an earlier backward has stepped. Reads the first tiles ahead if this step is not to be attempted."""
         if self._shards.program.attempted:
             self._shards.program.drop()
-        self._assumed.clear()
-        self._waiting.clear()
+        self._forget()
         self._num_backwards += 1
         self._has_changed = False
         is_due = self._is_possible and self._history.is_due and all(tile.is_started for tile in self._tiles.tiles)
@@ -120,8 +123,11 @@ class TentativeStep:
             return
         if any(shard in self._assumed for shard in unit.shards):
             self._has_changed, self._is_attempted = True, False
+        factor = self._factor
         for shard in unit.shards:
-            self._assumed[shard] = self._assumption(shard, self._factor, shard.num_steps + 1, shard.gradient.takes_more)
+            number = shard.num_steps + 1
+            self._steps[shard] = step = self._step(shard, factor, number, shard.gradient.takes_more)
+            self._assumed[shard] = self._assumption(shard, step, number)
         if self._is_attempted:
             self._waiting.append(self._shards.units[unit.index])
             self._attempt()
@@ -133,17 +139,20 @@ class TentativeStep:
         """
         if factor is None and self._shards.program.attempted:
             self._shards.program.drop()
-        has_held = factor is not None and not self._has_changed
+        has_held, assumptions = factor is not None and not self._has_changed, dict(self._assumed)
+        self._forget()
         if factor is not None:
-            for shard, assumed in self._assumed.items():
-                fact = self._assumption(shard, factor, shard.num_steps, shard.gradient.is_there)
-                has_held = has_held and assumed == fact
+            for shard, assumed in assumptions.items():
+                step = self._step(shard, factor, shard.num_steps, shard.gradient.is_there)
+                has_held = has_held and assumed == self._assumption(shard, step, shard.num_steps)
         self._history.note(self._num_backwards, has_held, self._was_attempted)
-        self._assumed.clear()
-        self._waiting.clear()
         self._scale, self._num_backwards = scale, 0
         self._is_attempted = self._was_attempted = False
         return has_held
+
+    def _forget(self) -> None:
+        for each in (self._steps, self._assumed, self._waiting, self._made, self._texts):
+            each.clear()
 
     @property
     def _is_possible(self) -> bool:
@@ -162,22 +171,20 @@ class TentativeStep:
         due, self._waiting = [live for live in self._waiting if live not in still], still
         try:
             for live in due:
-                self._is_attempted &= self._tiles.attempt(live, lambda shard: self._assumed_step(shard))
+                self._is_attempted &= self._tiles.attempt(live, self._steps.get)
         except (OSError, NoSlotError) as error:
             logger.warning("a step under backward stops early, and goes on after it: %s", error)
             self._is_attempted = False
         if not self._is_attempted:
             self._waiting.clear()
 
-    def _assumed_step(self, shard: Shard) -> AnyStep | None:
-        return self._step(shard, self._factor, shard.num_steps + 1, shard.gradient.takes_more)
-
     def _step(self, shard: Shard, factor: float, num_steps: int, has_gradient: bool) -> AnyStep | None:
-        return self._step_of(shard, factor, num_steps) if has_gradient else None
+        return self._step_of(shard, factor, num_steps, self._made) if has_gradient else None
 
-    def _assumption(self, shard: Shard, factor: float, num_steps: int, has_gradient: bool) -> Assumption | None:
-        step = self._step(shard, factor, num_steps, has_gradient)
+    def _assumption(self, shard: Shard, step: AnyStep | None, num_steps: int) -> Assumption | None:
         if step is None:
             return None
         moments = self._tiles.names(shard)
-        return Assumption(repr(step), num_steps, moments, shard.has_moments, shard.gradient.version)
+        if (text := self._texts.get(id(step))) is None:
+            text = self._texts[id(step)] = repr(step)
+        return Assumption(text, num_steps, moments, shard.has_moments, shard.gradient.version)

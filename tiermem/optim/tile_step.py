@@ -34,7 +34,7 @@ from tiermem.swap.accelerator import activate, current_stream, is_accelerator, o
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Range
 from tiermem.swap.native import narrow_part
-from tiermem.swap.tile_plan import KernelStep, NativeStep, NativeSteps
+from tiermem.swap.tile_plan import KernelStep, NativeStep
 from tiermem.swap.torch_step import narrow_in_torch
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import FP32_BYTES, StateViews
@@ -93,8 +93,6 @@ class TilePass:
         self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
-        self._views_of: dict[Hashable, list[_Views]] = {}  # of tiles that are whole in a buffer, by their shape
-        self._native_steps = NativeSteps()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
         self._planned: dict[Tile, list[NativeStep] | None] = {}  # of tiles in memory
         self._has_crossed = False  # whether data was copied to an accelerator since the last `finish`
@@ -196,6 +194,12 @@ class TilePass:
             ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, weights))
         return ranges
 
+    def likeness(self, tile: Tile, slot: Slot | None) -> Hashable:
+        """Equal for the ranges of two steps of a tile in the same buffers; None: it is no step, or the tile's first."""
+        if not self.is_step or not tile.is_started:
+            return None
+        return slot and slot.tensor.data_ptr(), self._reads_gradients, self._reads_weights, tile.live.entry
+
     def is_shown(self, tile: Tile) -> bool:
         """Whether parameters, which the next forward reads while the step is under way, are the last of them."""
         return tile.live.entry is not None
@@ -210,8 +214,8 @@ class TilePass:
             return self._planned[tile]
         if not isinstance(self._act, Stepping) or not tile.is_started or not self._is_near(tile):
             return None
-        is_kept = self._act.kept is not None and self._is_in_memory(tile)
-        return self._kept_steps(tile, self._act) if is_kept else self._new_steps(tile, slot, self._act)
+        is_kept = self._act.kept is not None and self._grads is None and self._second is None
+        return self._kept_steps(tile, slot, self._act) if is_kept else self._new_steps(tile, slot, self._act)
 
     def plan(self, tiles: Iterable[Tile]) -> bool:
         """Makes the steps of tiles in memory early. Whether native steps are the work on all of them."""
@@ -223,7 +227,7 @@ class TilePass:
         for places in self._places(tile, slot):
             planned = act.plan(places)
             if isinstance(planned, KernelStep):
-                steps.append(self._native_steps.of(planned))
+                steps.append(NativeStep.of(planned))
             else:
                 self.copy_unstepped(tile)
                 is_native &= planned is None and not act.fills_weight(places)
@@ -237,23 +241,34 @@ class TilePass:
             if (states := self._second.slots.get(tile.entry)) is not None:
                 states.tensor.copy_(self._store.view(tile.entry))
 
-    def _kept_steps(self, tile: Tile, act: Stepping) -> list[NativeStep] | None:
-        """The native steps of a tile in memory: those of the step before, with new scalars, if nothing else has changed."""
-        live, grads = tile.live, self._shards.homes.store.entry(tile.live.unit)
-        assert act.kept is not None and live.shard is not None
-        live.await_home()
-        states = self._store.address(tile.entry) if tile.state_bytes else 0
-        addresses = live.shard.data_ptr(), self._store.address(grads), states
+    def _kept_steps(self, tile: Tile, slot: Slot | None, act: Stepping) -> list[NativeStep] | None:
+        """The native steps of a tile: those of the step before, with new scalars, if nothing else has changed."""
+        assert act.kept is not None
+        addresses = self._addresses(tile, slot)
         kinds = [act.kind(part.shard, self._moments_of) for part in tile.ranges]
         kept = act.kept.get(tile)
         if kept is None or kept.addresses != addresses or kept.kinds != kinds:
-            if (steps := self._new_steps(tile, None, act)) is not None:
+            if (steps := self._new_steps(tile, slot, act)) is not None:
                 stepped = [part.shard for part, kind in zip(tile.ranges, kinds, strict=True) if kind is not None]
-                act.kept[tile] = KeptSteps(addresses, kinds, stepped, steps)
+                act.kept[tile] = KeptSteps(addresses, kinds, stepped, [NativeStep(step.struct) for step in steps])
             return steps
         for shard, step in zip(kept.stepped, kept.steps, strict=True):
             act.renew(shard, step)
         return kept.steps
+
+    def _addresses(self, tile: Tile, slot: Slot | None) -> tuple[int, int, int]:
+        """Of a tile's weights, gradients and states, in memory or in its buffer."""
+        live, buffer = tile.live, 0 if slot is None else slot.tensor.data_ptr()
+        if live.shard is not None:
+            live.await_home()
+        if self._reads_gradients or self._brings_gradients(tile):
+            grads = buffer + tile.grad_place
+        else:
+            grads = self._store.address(self._shards.homes.store.entry(live.unit))
+        states = 0
+        if tile.state_bytes:
+            states = buffer if tile.home is Tier.NVME else self._store.address(tile.entry)
+        return buffer + tile.weight_place if live.shard is None else live.shard.data_ptr(), grads, states
 
     # ---- the work on a tile ------------------------------------------------------------------------------------------------
 
@@ -298,17 +313,7 @@ class TilePass:
             yield Places(tile, part.shard, part.first_element(rank), weight, grad, views, names, source)
 
     def _views(self, tile: Tile, slot: Slot | None) -> list[_Views]:
-        """The weight, the gradient and the states of each parameter in a tile. Tiles of one shape have them in one place of a
-        buffer, and share their views."""
-        if slot is None or not self._is_in_buffer(tile):
-            return self._new_views(tile, slot)
-        places = [(part.in_unit.start - tile.start, part.numel) for part in tile.ranges]
-        shape = slot.offset, tile.numel, tile.dtype, tile.layout.num_moments, tile.room_bytes, *places
-        if (views := self._views_of.get(shape)) is None:
-            views = self._views_of[shape] = self._new_views(tile, slot)
-        return views
-
-    def _new_views(self, tile: Tile, slot: Slot | None) -> list[_Views]:
+        """The weight, the gradient and the states of each parameter in a tile."""
         params, states = self._params(tile, slot), tile.layout.views(self._states(tile, slot), tile.numel)
         grads, source, found = self._gradients(tile, slot), self._source(tile, states), list[_Views]()
         for part in tile.ranges:
@@ -390,16 +395,6 @@ class TilePass:
         is_here = shard is None or shard.device.type == "cpu"
         has_grads = self._grads is not None or grads is not Tier.DEVICE or self._brings_gradients(tile)
         return is_here and has_grads and tile.home is not Tier.DEVICE and not self._is_sent(tile)
-
-    def _is_in_memory(self, tile: Tile) -> bool:
-        """Whether all of a tile's step is in host memory, outside its buffer and in the usual place."""
-        is_usual = self._grads is None and self._second is None and not self.is_brought(tile)
-        return is_usual and tile.home is Tier.HOST is self._shards.homes.store.home and tile.live.shard is not None
-
-    def _is_in_buffer(self, tile: Tile) -> bool:
-        """Whether a step finds all of a tile in its buffer."""
-        has_grads = self._reads_gradients or self._brings_gradients(tile) or not self.is_step
-        return tile.home is Tier.NVME and tile.live.shard is None and has_grads and not self._is_sent(tile)
 
     def _near(self, tile: Tile, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
         """A tile's data on the device of its work: the data itself, or a copy that `compute` copies back.

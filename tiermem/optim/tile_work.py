@@ -77,7 +77,7 @@ class Stepping:
     so the bits do not depend on the tiles or on the number of ranks.
 
     is_counted: whether parameters have counted this step already.
-    kept: the native steps of tiles in memory, which this step and the next one use again; None: they are made anew.
+    kept: the native steps of tiles, which this step and the next one use again; None: they are made anew.
     """
 
     def __init__(self, workers: Workers, rule_of: RuleOf, is_counted: bool = True, kept: Kept | None = None) -> None:
@@ -149,12 +149,12 @@ class Stepping:
 
 
 class KeptSteps(NamedTuple):
-    """The native steps of a tile that rests in memory with its weights and gradients, from step to step."""
+    """The native steps of a tile, from step to step."""
 
-    addresses: tuple[int, int, int]  # of weights, gradients and states when the steps were made
+    addresses: tuple[int, int, int]  # of weights, gradients and states, where the steps find them
     kinds: Sequence[Hashable]  # of each parameter, by `Stepping.kind`
     stepped: Sequence[Shard]
-    steps: list[NativeStep]  # of these parameters; they keep the tensors alive
+    steps: list[NativeStep]  # of these parameters
 
 
 Kept = dict[Tile, KeptSteps]

@@ -77,7 +77,7 @@ class StateTiles:
         self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}  # of each parameter, in the order of elements
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
         self._seconds: dict[LiveUnit, SecondCopy] = {}  # of units in memory; `attempt` changes them
-        self._kept: Kept = {}  # of tiles in memory
+        self._kept: Kept = {}
         self.take_up([live.unit for live in shards.units if live.unit.is_trainable])
 
     def take_up(self, units: Sequence[Unit]) -> None:
@@ -142,7 +142,8 @@ class StateTiles:
         Weights and states that rest in memory are stepped into a second copy; tiles without room for one are left out.
         Parameters have not counted the step. Returns and raises as `Program.attempt`.
         """
-        second, act = self._seconds.get(live), Stepping(self._shards.workers, rule_of, is_counted=False)
+        second = self._seconds.get(live)
+        act = Stepping(self._shards.workers, rule_of, is_counted=False, kept=self._kept)
         has_room = {Tier.NVME: second is not None or live.entry is not None}
         tiles = self._of_unit.get(live, [])
         due = [t for t in tiles if has_room.get(t.home, second is not None and t.entry in second.slots)]

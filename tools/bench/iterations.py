@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,13 +28,18 @@ from tiermem.engine import Engine
 from tiermem.forecast.loads import Use, still_buffered, uses_of
 from tiermem.forecast.rates import Compute
 from tiermem.optim.base import NativeOptimizer
+from tiermem.optim.sharded import ShardedModel
+from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tile import Tile
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import find_device, is_accelerator
+from tiermem.swap.checksum import Sums
+from tiermem.swap.program import Program
 from tiermem.swap.queue import Meter
+from tiermem.swap.tile_program import TileProgram
 from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.launcher import Job, large_blocks_mapped, resident_of
+from tiermem.tools.launcher import Job, large_blocks_mapped, leave_out_of_collections, resident_of
 from tiermem.tools.planned import check_cap
 from tiermem.tools.prediction import build_model
 from tiermem.tools.run_record import IoCounts, kernel_counts, median_limits
@@ -123,6 +129,54 @@ def _bytes_of(units: Sequence[Unit]) -> int:
     return sum(unit.shard_bytes for unit in units)
 
 
+# ---- Python in steps -------------------------------------------------------------------------------------------------
+
+_CALLS: Sequence[tuple[type, str]] = (
+    (ShardedModel, "step"),
+    (TentativeStep, "begin_backward"),
+    (TentativeStep, "receive"),
+    (Program, "_attempt"),  # in a thread of its own
+    (Program, "read"),  # of new weights, for the next forward
+    (Program, "finish"),
+)
+
+
+class StepPython:
+    """Counts the CPU time of Python in optimizer steps: of the calls that make them, in every thread, without native work.
+
+    Making it wraps these calls for the rest of the process.
+    """
+
+    def __init__(self) -> None:
+        self._spent: list[float] = []
+        self._thread = threading.local()
+        for owner, name in _CALLS:
+            self._wrap(owner, name, is_native=False)
+        self._wrap(Sums, "_sum", is_native=True)  # of bytes that were read
+        self._wrap(TileProgram, "take", is_native=True)  # copies new weights
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return sum(self._spent)
+
+    def _wrap(self, owner: type, name: str, is_native: bool) -> None:
+        call = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            is_inside = getattr(self._thread, "is_inside", False)
+            if is_inside is not is_native:  # a call in a counted one, or native work outside of them
+                return call(*args, **kwargs)
+            self._thread.is_inside, start_s = True, time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._thread.is_inside = is_inside
+                self._spent.append((time.thread_time() - start_s) * (-1.0 if is_native else 1.0))
+
+        setattr(owner, name, counted)
+
+
 # ---- the training ----------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +186,7 @@ class Turn(NamedTuple):
     iteration_s: float  # the mean of all but the first: begin of a forward to begin of the next, while steps may go on
     phases_s: dict[str, float]  # of an iteration as the program sees it, the median of all but the first
     limits_s: dict[str, float] | None  # for which resources were busy in an iteration, the median of all but the first
+    python_s: float  # of steps, in an iteration, the median of all but the first
     written_in_backward_bytes: int  # of an iteration, the median of all but the first
     store: IoCounts
     kernel: IoCounts
@@ -158,6 +213,8 @@ class Training(contextlib.AbstractContextManager["Training"]):
                 job.shape, job.seed, bool(job.is_checkpointing), job.batch * job.seq, config_dict_or_path=config
             )
             self._engine: Engine = tiermem.initialize(model=model, config=config)[0]
+        self._python = StepPython()
+        leave_out_of_collections()
 
     def __exit__(self, *_: object) -> None:
         self._engine.close()
@@ -197,6 +254,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
             iteration_s=(steps[-1]["end_ns"] - steps[0]["end_ns"]) * 1e-9 / max(1, len(timed)),
             phases_s={f"{name}_s": statistics.median(each[f"{name}_s"] for each in timed or steps) for name in PHASES},
             limits_s=median_limits(steps),
+            python_s=statistics.median(each["python_s"] for each in timed or steps),
             written_in_backward_bytes=round(statistics.median(each["written_bytes"] for each in timed or steps)),
             store=moved,
             kernel=moved_by_kernel,
@@ -210,7 +268,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
         batch = self._data.batch(self._num_batches, job.batch, engine.device)
         self._num_batches += 1
         store = self.shards.store
-        times, meter = [time.monotonic_ns()], Meter(store.recorder, store.stats)
+        times, meter, python_s = [time.monotonic_ns()], Meter(store.recorder, store.stats), self._python.seconds
         loss = engine(**batch).loss
         times.append(time.monotonic_ns())
         before = store.stats().nvme_written_bytes
@@ -223,6 +281,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
             f"{name}_s": (end - start) * 1e-9 for name, start, end in zip(PHASES, times, times[1:], strict=False)
         }
         figures = {"limits_s": meter.look().limits_s, "loss": float(loss.detach()), "written_bytes": written, **seconds}
+        figures["python_s"] = self._python.seconds - python_s
         return {"start_ns": times[0], "end_ns": times[-1], **figures}
 
     def _by_path(self) -> list[IoCounts]:

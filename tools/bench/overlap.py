@@ -12,6 +12,7 @@ of the trainings begins with one iteration that is not timed: its step is what g
     bytes        ours <= 1.02 of the least, by what backward steps before it is timed; ours and the kernel's
                  (/proc/self/io) agree
     iteration    <= 1.1 of the yardstick, or <= 0.70 of `none` where that is more
+    Python       the CPU time of Python in steps <= 2 % of the iteration (iterations.py)
 
 Bytes of an iteration are those of a turn without those of a turn of one iteration, whose forward no step runs under.
 """
@@ -55,7 +56,7 @@ from tiermem.tools.train_job import make_job
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 
 EXIT_MISSED = 1
-MOST_BYTES, MOST_OF_YARDSTICK, MOST_OF_NONE = 1.02, 1.1, 0.70
+MOST_BYTES, MOST_OF_YARDSTICK, MOST_OF_NONE, MOST_PYTHON = 1.02, 1.1, 0.70, 0.02
 
 # ---- the trainings ---------------------------------------------------------------------------------------------------
 
@@ -235,12 +236,18 @@ class Verdict(NamedTuple):
     of_yardstick: float  # the iteration / the yardstick's
     of_none: float  # the iteration / that with overlap=none
     bound_s: float  # of an iteration
+    python_part: float  # of the iteration
 
     @staticmethod
-    def of(moved: IoCounts, least: IoCounts, window_s: float, yardstick_s: float, none_s: float) -> Verdict:
+    def of(
+        moved: IoCounts, least: IoCounts, window_s: float, yardstick_s: float, none_s: float, python_s: float
+    ) -> Verdict:
         """From the bytes of an iteration and medians of its seconds."""
-        bound_s = max(MOST_OF_YARDSTICK * yardstick_s, MOST_OF_NONE * none_s)
-        return Verdict(sum(moved) / max(1, sum(least)), window_s / yardstick_s, window_s / none_s, bound_s)
+        bound_s, bytes_ratio = (
+            max(MOST_OF_YARDSTICK * yardstick_s, MOST_OF_NONE * none_s),
+            sum(moved) / max(1, sum(least)),
+        )
+        return Verdict(bytes_ratio, window_s / yardstick_s, window_s / none_s, bound_s, python_s / window_s)
 
     def misses(self, window_s: float) -> Iterator[str]:
         """A sentence for each bound that does not hold."""
@@ -251,6 +258,8 @@ class Verdict(NamedTuple):
                 f"an iteration takes {window_s:.3f} s: {self.of_yardstick:.2f} of the yardstick and {self.of_none:.2f} of "
                 f"overlap=none, where {MOST_OF_YARDSTICK} or {MOST_OF_NONE:.2f} is allowed, whichever is more"
             )
+        if self.python_part > MOST_PYTHON:
+            yield f"Python takes {self.python_part:.1%} of an iteration for its step; {MOST_PYTHON:.0%} is allowed"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -336,7 +345,7 @@ def _figures(
     setting, yardstick_s = yardstick.best()
     moved, _, _ = window.moved()
     none_s, window_s = (row["iteration_s_median"] for row in rows)
-    verdict = Verdict.of(moved, window.least.total, window_s, yardstick_s, none_s)
+    verdict = Verdict.of(moved, window.least.total, window_s, yardstick_s, none_s, rows[1]["python_s"])
     misses = list(verdict.misses(window_s))
     ours, kernel = (IoCounts.total(getattr(turn, who) for turn in window.turns) for who in ("store", "kernel"))
     misses += disagreements(ours, kernel, "in all turns the store", 0.01)
@@ -375,6 +384,7 @@ def _row(trained: Trained) -> dict[str, Any]:
         "iteration_s": seconds,
         "iteration_s_median": statistics.median(seconds),
         **{name: statistics.median(turn.phases_s[name] for turn in turns) for name in turns[0].phases_s},
+        "python_s": statistics.median(turn.python_s for turn in turns),
         "limits_s": limits_s,
         "limited_by": busiest(limits_s) if limits_s else None,
         "least": {name: counts._asdict() for name, counts in trained.least._asdict().items()},
@@ -407,7 +417,8 @@ def print_figures(figures: Mapping[str, Any], console: Console) -> None:
     console.print(
         f"bytes / least: {verdict['bytes_ratio']:.3f} (at most {MOST_BYTES})\n"
         f"iteration / yardstick: {verdict['of_yardstick']:.3f} (at most {MOST_OF_YARDSTICK}), iteration / none: "
-        f"{verdict['of_none']:.3f} (or at most {MOST_OF_NONE:.2f})"
+        f"{verdict['of_none']:.3f} (or at most {MOST_OF_NONE:.2f})\n"
+        f"Python in steps / iteration: {verdict['python_part']:.2%} (at most {MOST_PYTHON:.0%})"
     )
     for miss in figures["misses"]:
         console.print(f"! {miss}", style="bold red")
