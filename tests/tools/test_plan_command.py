@@ -336,6 +336,16 @@ def test_this_machine_is_measured_when_no_speed_is_given(files: Path) -> None:
     assert "computing: a few of the model's blocks, trained for a moment on this machine" in said
 
 
+def test_steps_begin_under_backward_only_where_the_disk_has_room() -> None:
+    found = planned(config_of(), Cluster(1, 1))
+    slot = found.plan.attempt_disk_bytes
+    assert 14 * found.num_params <= slot < 15 * found.num_params
+    for room, own in ((found.tier_bytes(Tier.NVME) - 1, {}), (None, {"disk_bytes": found.plan.disk_bytes - 1})):
+        less = planned(config_of(**own), Cluster(1, 1, nvme_bytes=room))
+        assert less.plan.attempt_disk_bytes == 0 and not less.problems
+        assert less.tier_bytes(Tier.NVME) == found.tier_bytes(Tier.NVME) - slot
+
+
 def test_overlaps_are_forecast_with_the_same_activations() -> None:
     """Inputs of checkpointed blocks that rest on HOST cross the link in each of them."""
     cluster = Cluster(1, 1, gpu_bytes=8 * GIB)
