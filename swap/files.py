@@ -287,11 +287,6 @@ class Files:
         """Bytes of extents in use on all paths."""
         return sum(s.used_bytes for s in self.segments)
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes on all paths that are preallocated and not in use."""
-        return sum(s.size_bytes - s.used_bytes for s in self.segments)
-
     def close(self, keep: bool) -> None:
         """Closes every segment; without `keep` removes its file and folder."""
         with contextlib.ExitStack() as closing:  # after an error, the others are closed, too

@@ -159,17 +159,16 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             self.drop(name)
             raise
 
-    def reserve_disk(self, num_bytes: int, why: str = "", is_more: bool = False) -> ExitStack:
+    def reserve_disk(self, num_bytes: int, why: str = "") -> ExitStack:
         """Preallocates NVME space for all slots of later entries, divided over the paths by weight within their caps.
 
         Closing what it returns gives that space back, if nothing was stored since. why: a sentence about the size, for the
-        error. is_more: beyond what was preallocated and is not in use. Raises OSError (ENOSPC) with the arithmetic; then no
-        space is taken.
+        error. Raises OSError (ENOSPC) with the arithmetic; then no space is taken.
         """
         self._check_usable()
         with self._lock:
             try:
-                return self._files.reserve(num_bytes + is_more * self._files.free_bytes)
+                return self._files.reserve(num_bytes)
             except OSError as error:
                 if not why:
                     raise

@@ -508,10 +508,8 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
     activations = sum(row.num_bytes for row in of_job.rows(engine.shards.policy.activations))
     # whether steps write beside what a checkpoint holds; it takes its room with the first step after one
     freezes = job.save_every is not None or engine.shards.policy.durability == "step"
-    disk_bytes, on_device = (
-        plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes),
-        plan.device_bytes + activations,
-    )
+    disk_bytes = plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes)
+    on_device = plan.device_bytes + activations
     late: Figures | None = None
     if overlap_of(engine.shards.policy, plan, is_gpu) == "backward":
         later = forecast_shards(engine.shards, compute, rates, num_micro, of_job.input_bytes, is_early=False)

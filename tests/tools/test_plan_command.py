@@ -267,7 +267,8 @@ def test_a_disk_too_small_for_two_slots_is_told_what_one_needs() -> None:
     assert two.tier_bytes(Tier.NVME) - one.tier_bytes(Tier.NVME) == two.plan.frozen_disk_bytes
     rows = {line.what: line.num_bytes for line in two.lines if line.tier is Tier.NVME}
     assert rows["frozen slots"] == rows["parameters"] + rows["optimizer states"]
-    short = planned(config_of(), Cluster(1, 1, nvme_bytes=one.tier_bytes(Tier.NVME)))
+    room = one.tier_bytes(Tier.NVME) - one.plan.attempt_disk_bytes
+    short = planned(config_of(), Cluster(1, 1, nvme_bytes=room))
     assert [problem.where for problem in short.problems] == ["the disks of a node"]
     assert any("tiermem.durability" in each.words and each.fits for each in advise(short, most=20))
 

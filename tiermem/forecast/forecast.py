@@ -117,12 +117,7 @@ def forecast_step(
 
 
 def forecast_shards(
-    shards: Shards,
-    compute: Compute,
-    rates: Rates,
-    num_micro: int = 1,
-    input_bytes: int = 0,
-    is_early: bool = True,
+    shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1, input_bytes: int = 0, is_early: bool = True
 ) -> Forecast:
     """Simulates a step of a sharded model with its own division and plan; see `forecast_step`. Calls no collective.
 

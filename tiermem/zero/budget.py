@@ -14,7 +14,6 @@ import torch
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import free_and_total, is_accelerator
 from tiermem.swap.arena import PAGE_BYTES
-from tiermem.swap.ranges import round_up
 from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import exchange
 from tiermem.zero.plan import CONTEXT, Choice, Plan, Planner, format_mib
@@ -103,30 +102,26 @@ def take_disk(
 ) -> Plan:
     """Preallocates the disk space of a plan beyond what is in use; returns the plan for which every rank has room.
 
-    Of the slot of steps under backward it only looks whether there is room: `take_slot` takes it before the first of them. They
-    are left out where a rank has none.
+    Of the slot of steps under backward it only looks whether there is room, once all ranks have what they must have:
+    `take_slot` takes it before the first of them. They are left out where a rank has none.
 
-    is_slot_taken: this rank has taken the slot. Leaving it out would give no space back, so it is taken for the whole plan.
+    is_slot_taken: this rank has taken the slot. Leaving it out would give no space back, so the whole plan is taken.
 
-    Collective; blocks. Warns, if the policy names such steps, when they are left out and when they find no tile that they can
-    step. Raises OSError when the plan finds no space.
+    Collective; blocks. Logs what such steps lack where they are left out: as a warning if the policy names them. Raises OSError
+    when the plan finds no space.
     """
-    wants = plan.states is Tier.NVME and bool(plan.attempt_disk_bytes or plan.lacks)
-    is_taken = wants and str(True) in exchange(topology, str(is_slot_taken))
     failed: OSError | None = None
     try:
         if plan.disk_bytes:
-            due = _due(plan, store, plan.disk_bytes - (0 if is_taken else plan.attempt_disk_bytes))
-            store.reserve_disk(due, why_disk(plan, policy))
+            least = plan.disk_bytes - (0 if is_slot_taken else plan.attempt_disk_bytes)
+            store.reserve_disk(_due(store, least), why_disk(plan, policy))
     except OSError as error:  # of this rank, perhaps alone
         failed = error
-    looks = (
-        wants and not is_taken and str(False) not in exchange(topology, str(failed is None))
-    )  # all have what they must
-    missing = _missing(plan, store, topology) if looks else ""
+    may_look = plan.attempt_disk_bytes and not any(exchange(topology, "no" if failed or is_slot_taken else ""))
+    missing = _missing(plan, store, topology) if may_look else ""
     if failed is not None:
         raise failed
-    if plan.attempt_disk_bytes and missing:
+    if missing:
         size = f"{plan.attempt_disk_bytes} bytes ({format_mib(plan.attempt_disk_bytes)})"
         plan = plan.without_attempts(f"{size} more on disk, for which not every rank has room: {missing}")
     if plan.lacks:
@@ -139,7 +134,7 @@ def take_slot(plan: Plan, store: TensorStore) -> bool:
     """Preallocates the disk space of steps under backward, before the first one; whether it is there. Blocks."""
     try:
         if plan.attempt_disk_bytes:
-            store.reserve_disk(plan.attempt_disk_bytes, is_more=True)
+            store.reserve_disk(_due(store, plan.disk_bytes))
     except OSError as error:
         logger.warning("steps do not begin under backward, as the disk has filled up since the start: %s", error)
         return False
@@ -158,7 +153,7 @@ def why_disk(plan: Plan, policy: OffloadPolicy) -> str:
     )
 
 
-def _due(plan: Plan, store: TensorStore, disk_bytes: int) -> int:
+def _due(store: TensorStore, disk_bytes: int) -> int:
     """Those of a plan's bytes that are not in use yet."""
     return max(0, disk_bytes - store.stats().nvme_bytes)
 
@@ -168,7 +163,7 @@ def _missing(plan: Plan, store: TensorStore, topology: Topology) -> str:
     error = ""
     with contextlib.ExitStack() as taken:  # until all ranks have tried, as they may share a disk
         try:
-            taken.enter_context(store.reserve_disk(_due(plan, store, plan.disk_bytes)))
+            taken.enter_context(store.reserve_disk(_due(store, plan.disk_bytes)))
         except OSError as found:
             error = str(found)
         return next((each for each in exchange(topology, error) if each), "")
@@ -242,20 +237,20 @@ class _Maker:
 
     def _lacks(self, planner: Planner, choice: Choice) -> str:
         """What steps under backward lack, in words, where they are wanted and the plan of a choice has no room for them."""
-        policy, units = self._policy, planner.copied
+        policy = self._policy
         if not planner.wants_attempts:
             return "pipeline_read and pipeline_write, one of which is off" if policy.overlap == "backward" else ""
-        if not units:
+        if not planner.copied:
             return (
                 "states that are stepped on the CPU: on NVMe, with weights on NVMe or in memory that the budget has room for "
                 "twice, or, beside an accelerator, in memory that it has room for twice: there are none"
             )
         if planner.wants_rest:
             return "activation_bytes: without it inputs of checkpointed blocks take what host_bytes leaves"
-        indices = [unit.index for unit in units]
-        plan = planner.plan(choice._replace(attempts=True), policy.resident_bytes or 0, 0, indices)
-        more = 0 if self._is_gpu or planner.has_budget else sum(round_up(u.shard_bytes, PAGE_BYTES) for u in units)
-        enough = (plan.host_bytes + more) * self._ranks_on_node
+        plan = planner.plan(choice._replace(attempts=False), policy.resident_bytes or 0)
+        copies = [planner.copy_bytes(unit, choice.tile_numel) for unit in planner.copied]
+        copies_bytes = sum(weights + states * self._is_gpu for weights, states in copies)
+        enough = (plan.host_bytes + copies_bytes) * self._ranks_on_node
         given = "is not set" if policy.host_bytes is None else f"is {policy.host_bytes}"
         size = f"{enough} ({format_mib(enough)} a node)"
         return f"host_bytes, which {given}, and {size} has room for twice what rests in memory"
@@ -269,7 +264,7 @@ class _Maker:
             each
             for each in planner.choices()
             if (each.unit_buffers, each.tile_numel) == (units, numel)
-            and (each.attempts == now.choice.attempts or not (each.attempts or now.may_attempt))
+            and now.may_attempt <= each.attempts <= now.choice.attempts  # what no step uses may go
             and (each.grads is grads or (each.grads is Tier.NVME and not self._keeps_grads))
             and each.tile_buffers <= tiles
         ]

@@ -241,8 +241,8 @@ class Planner:
         may_copy = self._may_attempt if not is_gpu else may_attempt and self._states is Tier.HOST
         self.copied = [u for u in self._trainable if may_copy and homes.get(u.index) is Tier.HOST]
         """Units in memory that such steps need second copies of."""
-        self.has_budget = policy.overlap == "backward" or policy.host_bytes is not None
-        self._drafted = self.copied if self.has_budget and not is_gpu else []  # of their weights
+        is_bounded = policy.overlap == "backward" or policy.host_bytes is not None
+        self._drafted = self.copied if is_bounded and not is_gpu else []  # of their weights
         self._undone = self.copied if is_gpu else []  # and, where there is room, of their states as well
         rests_on_host = is_gpu and policy.activations is Tier.HOST
         self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
@@ -271,7 +271,7 @@ class Planner:
 
         So while the accelerator computes the next forward with some that have been stepped, the CPU steps the others.
         """
-        sizes = [sum(self._draft_bytes(unit, tile_numel)) for unit in self._undone]
+        sizes = [sum(self.copy_bytes(unit, tile_numel)) for unit in self._undone]
         if num_bytes is None:  # nobody has said how much memory there is
             num_bytes = sum(sizes) if self._policy.overlap == "backward" else 0
         taken = within(sizes, min(num_bytes, sum(sizes)))
@@ -281,7 +281,7 @@ class Planner:
                 taken[place], left = True, left - sizes[place]
         return tuple(unit.index for unit in itertools.compress(self._undone, taken))
 
-    def _draft_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
+    def copy_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
         """Bytes of the second copies of a unit's weights and of its states."""
         states = sum(_page(size) * count for size, count in state_sizes(unit, tile_numel, self._policy))
         return _page(unit.shard_bytes), states
@@ -318,7 +318,7 @@ class Planner:
         activations, room_bytes = self._add_activations(sheet, room_bytes)
         kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
-        drafts = [self._draft_bytes(unit, tile_numel) for unit in self._undone if unit.index in drafted]
+        drafts = [self.copy_bytes(unit, tile_numel) for unit in self._undone if unit.index in drafted]
         why = f"of {len(drafts)} of {len(self._undone)} units, evenly spread: what the budget leaves room for"
         sheet.add(_DRAFTS, Tier.HOST, sum(weights for weights, _ in drafts), why, crosses_link=True)
         sheet.add(_UNDO, Tier.HOST, sum(states for _, states in drafts), why)
