@@ -93,7 +93,9 @@ MODELS: dict[str, ModelShape] = {
 
 def plan(machine: Machine, model: str, states: str, offload: str, batch: int, chooses: bool) -> Planned:
     """One step of NUM_SEQUENCES sequences, `batch` at a time, with recomputed activations."""
-    options = TrainOptions(preset="151m", offload=offload, precision="bf16", states=states, batch=batch)
+    options = TrainOptions(
+        preset="151m", offload=offload, precision="bf16", states=states, batch=batch, overlap="forward"
+    )
     config = make_config(options, [Path("/mnt/nvme0")]) | {"gradient_accumulation_steps": NUM_SEQUENCES // batch}
     compute = Scenario(MODELS[model], config, machine.cluster(), machine.rates(), machine.flops, SEQ, True)
     return plan_scenario(compute, chooses)
@@ -201,7 +203,9 @@ MIDDLE = f"""
 ## Every model on every machine
 
 The word in brackets is what an iteration uses longest: compute, the link to the GPU, the disk, or the CPU's kernels, which
-step the states. A step goes on under the next forward, and a larger one hides more of the link and of the disk.
+step the states. A step goes on under the next forward, and a larger one hides more of the link and of the disk. The figures are
+of steps that are clipped. One that is not may begin under backward, where there is room for it (`--overlap`,
+[commands](commands.md#train)).
 """
 
 

@@ -248,17 +248,18 @@ class Files:
             raise errors[0]
         raise OSError(errno.ENOSPC, "; ".join(f"{error.filename}: {error.strerror}" for error in errors))
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> contextlib.ExitStack:
         """Preallocates space for num_bytes more, divided by weight within the paths' caps.
 
-        Raises OSError (ENOSPC) with the arithmetic of the path or the caps; then no space stays taken.
+        Closing what it returns gives that space back, if nothing was allocated since. Raises OSError (ENOSPC) with the
+        arithmetic of the path or the caps; then no space stays taken.
         """
         self._check_limit(num_bytes)
         with contextlib.ExitStack() as undo:
             for index, share in enumerate(self._shares(num_bytes)):
                 undo.callback(self.segments[index].take_back, self.segments[index].size_bytes)
                 self._reserve_share(index, share, num_bytes)
-            undo.pop_all()
+            return undo.pop_all()
 
     def reweigh(self, weights: Sequence[float]) -> None:
         """Sets the paths' weights for later allocations."""

@@ -35,7 +35,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -160,15 +160,16 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             self.drop(name)
             raise
 
-    def reserve_disk(self, num_bytes: int, why: str = "") -> None:
+    def reserve_disk(self, num_bytes: int, why: str = "") -> ExitStack:
         """Preallocates NVME space for all slots of later entries, divided over the paths by weight within their caps.
 
-        why: a sentence about the size, for the error. Raises OSError (ENOSPC) with the arithmetic; then no space is taken.
+        Closing what it returns gives that space back, if nothing was stored since. why: a sentence about the size, for the
+        error. Raises OSError (ENOSPC) with the arithmetic; then no space is taken.
         """
         self._check_usable()
         with self._lock:
             try:
-                self._files.reserve(num_bytes)
+                return self._files.reserve(num_bytes)
             except OSError as error:
                 if not why:
                     raise

@@ -228,8 +228,9 @@ class OffloadPolicy:
     states on NVMe, or on HOST beside an accelerator, belong to units that are fetched."""
     early_steps: bool = False
     """With overlap "auto": whether such steps may also begin under backward, of states on NVMe that a CPU computes with, or of
-    states on HOST beside an accelerator, where the plan has room: in memory only if host_bytes says how much. An engine that
-    does not clip gradients sets it: a step that clips is made again."""
+    states on HOST beside an accelerator, where the plan has room: in memory only if host_bytes says how much. The policy of a
+    config sets it, whatever gradients are clipped to: a step that clips is made again, and steps before which some were clipped
+    are not begun early (optim/tentative.py)."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)
     """How the queue moves blocks."""
     timeout_s: Seconds = 1800.0

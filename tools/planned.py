@@ -441,14 +441,24 @@ class Planned:
 def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     """Plans a scenario; with `chooses`, what its budget leaves open is settled by predicted time (forecast/forecast.py).
 
-    Raises ValueError for a config or model that cannot be: what a real start would refuse too.
+    Steps begin under backward only where the disk has room for it. Raises ValueError for a config or model that cannot be: what
+    a real start would refuse too.
     """
+    planned = _planned(scenario, chooses)
+    plan, most_bytes = planned.plan, planned.policy.disk_bytes
+    is_full = any(problem.where == PLACES[Tier.NVME] for problem in planned.problems)
+    if plan.attempt_disk_bytes and (is_full or (most_bytes is not None and plan.disk_bytes > most_bytes)):
+        return _planned(scenario, chooses, overlap="forward")
+    return planned
+
+
+def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
     cluster = scenario.cluster
     loaded = resolve_auto(load_config(scenario.config), ModelSizes.of(scenario.shape).hidden)
     model = meta_model(scenario.shape, loaded.precision)
     batch = loaded.batch(cluster.num_ranks)
     is_gpu = cluster.gpu_bytes is not None
-    num_tokens, policy, is_host_open = batch.micro * scenario.seq, loaded.policy(), False
+    num_tokens, policy, is_host_open = batch.micro * scenario.seq, loaded.policy(**fields), False
     activations = scenario.activations_of(num_tokens, batch.accumulation if policy.accumulation == "layers" else None)
     if policy.host_bytes is None and cluster.host_bytes is not None:  # the store has what a node's memory leaves
         outside = [INTERPRETER, *activations.rows(policy.activations)]

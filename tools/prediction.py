@@ -18,7 +18,7 @@ from torch import nn
 import tiermem
 from tiermem.config import load_config, resolve_auto
 from tiermem.engine import Engine
-from tiermem.forecast import Rates, forecast_shards
+from tiermem.forecast import Forecast, Rates, forecast_shards
 from tiermem.forecast.rates import Compute
 from tiermem.optim.rules import device_step
 from tiermem.policy import OffloadPolicy, Precision, Tier
@@ -47,6 +47,7 @@ from tiermem.tools.run_record import Figures, Span, covered, within
 from tiermem.tools.train_job import Config, precision_of, with_key
 from tiermem.tools.words import format_bytes
 from tiermem.zero.compute import FAR_SLOWER, ComputeChoice, choose_compute
+from tiermem.zero.step_run import overlap_of
 
 # ---- the trained model -----------------------------------------------------------------------------------------------
 #
@@ -507,19 +508,31 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
     activations = sum(row.num_bytes for row in of_job.rows(engine.shards.policy.activations))
     # whether steps write beside what a checkpoint holds; it takes its room with the first step after one
     freezes = job.save_every is not None or engine.shards.policy.durability == "step"
+    disk_bytes = plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes)
     on_device = plan.device_bytes + activations
+    late: Figures | None = None
+    if overlap_of(engine.shards.policy, plan, is_gpu) == "backward":
+        later = forecast_shards(engine.shards, compute, rates, num_micro, of_job.input_bytes, is_early=False)
+        late = {**_figures_of(later), "disk_bytes": disk_bytes - plan.attempt_disk_bytes}
+    return {
+        **_figures_of(forecast),
+        "late": late,  # where most steps are not begun under backward: what they are then
+        "resident_bytes": resident_bytes,
+        "host_bytes": plan.host_bytes,
+        "activation_bytes": activations,
+        "disk_bytes": disk_bytes,
+        "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
+        "device_bytes": on_device if is_gpu else None,
+        "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
+    }
+
+
+def _figures_of(forecast: Forecast) -> Figures:
     return {
         **{f"{phase}_s": seconds for phase, seconds in forecast.seconds.items()},
         "nvme_read_bytes": forecast.edge_bytes("NVME -> HOST"),
         "nvme_written_bytes": forecast.edge_bytes("HOST -> NVME"),
-        "resident_bytes": resident_bytes,
-        "host_bytes": plan.host_bytes,
-        "activation_bytes": activations,
-        "disk_bytes": plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes),
-        "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
-        "device_bytes": on_device if is_gpu else None,
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
         "limits_s": dict(forecast.limits_s),
         "limited_by": forecast.limited_by,
-        "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }

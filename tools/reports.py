@@ -297,7 +297,12 @@ def describe_ready(ready: Message) -> str:
     said = ready.get("predicted") or {}
     seconds = [said[f"{phase}_s"] for phase in ("forward", "backward", "step") if f"{phase}_s" in said]
     parts = [f"{ready['num_params']:,} parameters", f"{format_bytes(ready['state_bytes'])} of states", places]
-    return "; ".join([*parts, *([f"predicted {sum(seconds):.2f} s a step"] if seconds else [])])
+    if seconds:
+        parts.append(f"predicted {sum(seconds):.2f} s a step")
+    if late := said.get("late"):
+        clipped_s = sum(late[f"{phase}_s"] for phase in ("forward", "backward", "step"))
+        parts[-1] += f", {clipped_s:.2f} s where gradients are clipped"
+    return "; ".join(parts)
 
 
 def result_lines(run: Mapping[str, Any]) -> list[str]:

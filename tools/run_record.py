@@ -354,6 +354,12 @@ class RunRecord(Observer):
             kernel = kernel._replace(written_bytes=ours.written_bytes)
         return disagreements(ours, kernel)
 
+    def _predicted(self) -> dict[str, Any] | None:
+        """What was predicted, of steps as most of them were: begun under backward, or not, which shows in the run alone."""
+        said: dict[str, Any] | None = self.ready.get("predicted")
+        is_late = 2 * self.done.get("steps_early", len(self.steps)) < len(self.steps)
+        return {**said, **said["late"]} if said and said.get("late") and is_late else said
+
     def summary(self) -> dict[str, Any]:
         """The figures of the run, as `--json` writes them."""
         outcome, done, ready = self.outcome, self.done, self.ready
@@ -364,7 +370,7 @@ class RunRecord(Observer):
             **{key: [step[key] for step in self.steps] for key in ("forward_s", "backward_s", "step_s")},
             "iteration_s": [(step["end_ns"] - step["start_ns"]) * 1e-9 for step in self.steps if "end_ns" in step],
             "limits_s": limits,
-            **{key: done.get(key) for key in ("steps_redone", "redone_bytes")},
+            **{key: done.get(key) for key in ("steps_early", "steps_redone", "redone_bytes")},
             "limited_by": max(limits, key=lambda name: limits[name]) if limits else None,
             "grad_norms": [step.get("grad_norm") for step in self.steps],
             "tokens_per_s": self.tokens_per_s(),
@@ -376,13 +382,13 @@ class RunRecord(Observer):
                     "state_bytes",
                     "threads",
                     "device",
-                    "predicted",
                     "choice",
                     "placement",
                     "compute",
                     "is_checkpointing",
                 )
             },
+            "predicted": self._predicted(),
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),
             **{key: done.get(key) for key in ("kernel_read_bytes", "kernel_written_bytes", "host_peak_bytes")},

@@ -341,6 +341,7 @@ class Trainer:
             **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
             paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
             host_peak_bytes=host_peak_bytes,
+            steps_early=engine.shards.steps.num_early,
             steps_redone=engine.shards.steps.num_redone,
             redone_bytes=engine.shards.program.dropped_bytes,
             is_every_step_durable=engine.shards.policy.durability == "step",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,32 @@ def test_what_runs_beside_steps_is_as_it_was_unless_it_is_named(
     assert bool(second.shards.program.attempted) == (kept in ("auto", "backward"))
     assert loss.item() == losses[2]
     first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "lacks"),
+    [
+        ({}, r"needs \d+ bytes \(.* MiB\) more on disk, for which not every rank has room: .*disk_bytes="),
+        ({"overlap": "backward"}, r"needs \d+ bytes \(.* MiB\) more on disk"),
+    ],
+)
+def test_a_start_that_cannot_begin_steps_under_backward_as_before_says_what_is_missing(
+    own: dict[str, Any], lacks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = started(tmp_path, own={"overlap": "backward"})
+    plan = first.shards.plan
+    train(first, range(3))
+    first.save_checkpoint(tmp_path / "ck")
+    losses = train(first, range(3, 6))
+    first.close()
+    own = own | {"disk_bytes": plan.disk_bytes - plan.attempt_disk_bytes}
+    with caplog.at_level(logging.WARNING, "tiermem"):
+        second = started(tmp_path, own=own, seed=3)
+        second.load_checkpoint(tmp_path / "ck")
+    [said] = [each.message for each in caplog.records if 'overlap "backward"' in each.message]
+    assert re.search(lacks, said)
+    assert train(second, range(3, 6)) == losses
     second.close()
 
 

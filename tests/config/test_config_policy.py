@@ -24,12 +24,12 @@ def nvme(**keys: Any) -> dict[str, Any]:
 
 
 def test_empty_config_is_the_default_policy_of_stage_zero() -> None:
-    assert load_config({}).policy() == OffloadPolicy(stage=0)
+    assert load_config({}).policy() == OffloadPolicy(stage=0, early_steps=True)
 
 
 def test_offload_without_counts_leaves_every_size_to_the_plan() -> None:
     policy = policy_of({"stage": 3, "offload_param": nvme(), "offload_optimizer": nvme()})
-    assert policy == OffloadPolicy(stage=3, params=Tier.NVME, optim=Tier.NVME, paths=["/a"])
+    assert policy == OffloadPolicy(stage=3, params=Tier.NVME, optim=Tier.NVME, paths=["/a"], early_steps=True)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,8 @@ def test_step_in_backward_excludes_skipping() -> None:
 
 def test_overrides_win_over_keys() -> None:
     config = load_config({"zero_optimization": {"stage": 3, "sub_group_size": 5}})
-    assert config.policy(tile_numel=9, host_bytes=100) == OffloadPolicy(stage=3, tile_numel=9, host_bytes=100)
+    found = config.policy(tile_numel=9, host_bytes=100, early_steps=False)
+    assert found == OffloadPolicy(stage=3, tile_numel=9, host_bytes=100)
 
 
 DEVICES = st.sampled_from(["none", "cpu", "nvme"])

@@ -414,14 +414,26 @@ def test_grads_says_where_gradients_rest(home: str, is_written: bool, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("clipping", "homes", "begins_early"),
-    [(0.0, "nvme nvme", True), (0.0, "cpu nvme", True), (0.0, "cpu cpu", False), (1.0, "nvme nvme", False)],
+    ("clipping", "homes", "memory", "begins_early"),
+    [
+        (0.0, "nvme nvme", {}, True),
+        (1e9, "nvme nvme", {}, True),
+        (1.0, "nvme nvme", {}, False),  # clips every step
+        (0.0, "cpu nvme", {"host_bytes": 1 << 30, "resident_bytes": 0}, True),
+        (0.0, "cpu nvme", {}, False),  # says nothing of memory for second copies of weights
+        (0.0, "cpu cpu", {}, False),
+    ],
 )
 def test_steps_begin_under_backward_by_themselves_where_nothing_is_clipped(
-    clipping: float, homes: str, begins_early: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    clipping: float,
+    homes: str,
+    memory: dict[str, int],
+    begins_early: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = []
-    for own in ({}, {"overlap": "none"}):
+    for own in (memory, {"overlap": "none"}):
         params, states = ({"device": home, "nvme_path": str(tmp_path)} for home in homes.split())
         zero = {"stage": 3, "offload_param": params, "offload_optimizer": states}
         with engine_of(tmp_path, zero, gradient_clipping=clipping, tiermem=own) as engine:

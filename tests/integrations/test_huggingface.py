@@ -67,6 +67,29 @@ def test_losses_equal_the_plain_trainers_also_when_resumed(name: str, tmp_path: 
     torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)  # a step of Adam is 1e-3
 
 
+@pytest.mark.parametrize(("max_grad_norm", "is_early"), [(1e3, True), (1e-3, False)])
+def test_a_trainer_that_clips_begins_steps_under_backward(max_grad_norm: float, is_early: bool, tmp_path: Path) -> None:
+    """By itself, and to the same bits; clipped at every step it begins none."""
+    logs, counts = [], []
+    for overlap in ("none", None):
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+        zero = {
+            "stage": 3,
+            "offload_param": nvme,
+            "offload_optimizer": nvme,
+            "stage3_param_persistence_threshold": 50,
+        }
+        config = {"zero_optimization": zero, "tiermem": {"overlap": overlap} if overlap else {}}
+        given = {"max_grad_norm": max_grad_norm}
+        with closing(trainer_of(TiermemTrainer, "llama", tmp_path, given, tiermem=config)) as trainer:
+            trainer.train()
+            steps = choice.owner_of(trainer.model).steps
+            counts.append((steps.num_early, steps.num_redone))
+            logs.append(log_of(trainer))
+    assert logs[0] == logs[1]
+    assert counts == [(0, 0), (8 if is_early else 0, 0)]
+
+
 @pytest.mark.skipif(Version(accelerate.__version__) < Version("1.14"), reason="accelerate before 1.14 is refused")
 @pytest.mark.parametrize(
     "names", [("gpt2",), pytest.param(("llama", "mixtral", "t5", "vit", "whisper", "clip"), marks=pytest.mark.slow)]

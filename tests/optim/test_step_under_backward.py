@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import itertools
 import logging
+import os
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mounts import mount
 from test_overlap import states_of
 from torch import nn
 from twins import Tower, assert_same_tensors, loss_of, seeded, train_engine
@@ -20,8 +28,14 @@ import tiermem.checkpoint
 from tiermem import OffloadPolicy, Tier
 from tiermem.optim.tentative import History
 from tiermem.state_access import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_grad
+from tiermem.swap import files
 from tiermem.swap.errors import CorruptionError
+from tiermem.swap.store import TensorStore
+from tiermem.zero import budget
+from tiermem.zero.step_run import overlap_of
+from tiermem.zero.topology import Topology
 
+__all__ = ["mount"]
 NUM_STEPS = 6
 
 
@@ -415,6 +429,75 @@ def test_an_engine_whose_loss_scale_overflows_and_grows_trains_the_same(
     assert commits
 
 
+def engine_with(folder: Path, clipping: float, own: dict[str, Any], params: str = "nvme") -> tiermem.Engine:
+    """An engine that says nothing of what runs beside its steps, unless `own` does."""
+    homes = {"nvme": {"device": "nvme", "nvme_path": str(folder)}, "cpu": {"device": "cpu"}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": clipping, "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {
+            "stage": 3, "offload_param": homes[params], "offload_optimizer": homes["nvme"], "sub_group_size": 4096,
+            "stage3_param_persistence_threshold": 100,
+        },
+        "tiermem": own,
+    }  # fmt: skip
+    return tiermem.initialize(model=seeded(Tower), config=config)[0]
+
+
+def opened_engine(*args: Any) -> contextlib.closing[tiermem.Engine]:
+    return contextlib.closing(engine_with(*args))
+
+
+def overlap_in(engine: tiermem.Engine) -> str:
+    return overlap_of(engine.shards.policy, engine.shards.plan, is_gpu=False)
+
+
+class Ended(NamedTuple):
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    num_early: int  # steps that took what backward had stepped
+    num_redone: int
+    file_bytes: int
+
+
+def train_clipped(engine: tiermem.Engine, folder: Path, period: int = 0) -> Ended:
+    """Trains; gradients of one step of each `period` are large."""
+    losses = []
+    for number in range(21):
+        loss = loss_of(engine, number) * (1e4 if period and number % period == period - 1 else 1.0)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    steps, file_bytes = engine.shards.steps, sum(file.stat().st_size for file in folder.glob("*/segment.bin"))
+    ended = Ended(losses, dict(engine.module.state_dict()), steps.num_early, steps.num_redone, file_bytes)
+    engine.close()
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("clipping", "period", "num_early", "num_redone"),
+    [
+        (1e-3, 0, 0, 0),  # always: none is attempted, so that none is made twice
+        (1e9, 0, 19, 0),  # never: the first makes states, the second finds what was assumed
+        (0.0, 0, 19, 0),
+        (100.0, 5, 8, 4),
+    ],
+)
+def test_an_engine_begins_under_backward_where_history_says_that_it_pays(
+    clipping: float, period: int, num_early: int, num_redone: int, tmp_path: Path
+) -> None:
+    """Whatever its gradient_clipping. What it never writes, it takes no disk for."""
+    plain = train_clipped(engine_with(tmp_path, clipping, {"overlap": "none"}), tmp_path, period)
+    engine = engine_with(tmp_path, clipping, {})
+    plan = engine.shards.plan
+    assert overlap_in(engine) == "backward"
+    ended = train_clipped(engine, tmp_path, period)
+    assert ended.losses == plain.losses
+    assert_same_tensors(ended.weights, plain.weights)
+    assert (ended.num_early, ended.num_redone) == (num_early, num_redone)
+    assert ended.file_bytes == plan.disk_bytes - (0 if num_early else plan.attempt_disk_bytes)
+
+
 # ---- unfreezing ----------------------------------------------------------------------------------------------------------
 
 BODY = ("embed", "layers.0", "layers.2")
@@ -490,6 +573,26 @@ def test_without_room_an_unfrozen_model_steps_under_the_next_forward(
         log, _, _ = both(train, tmp_path, monkeypatch, frozen=[""], disk_bytes=room)
     assert log == []
     assert [record.message for record in caplog.records if "not every rank has room" in record.message]
+
+
+def test_a_slot_that_no_step_uses_is_left_out_where_unfreezing_finds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that clips has taken nothing for it."""
+
+    def train(run: Run) -> None:
+        is_wanted = run.shards.policy.overlap == "backward"
+        for number in range(NUM_STEPS):
+            if number == 4:
+                assert bool(run.shards.plan.attempt_disk_bytes) == is_wanted
+                run.model.requires_grad_(True)
+            run.micro(number)
+            run.step(max_norm=1e-3)
+        assert run.shards.plan.attempt_disk_bytes == 0
+
+    room = unfrozen_disk(tmp_path, monkeypatch, BODY, "backward") - 4096
+    log, num_redone, _ = both(train, tmp_path, monkeypatch, frozen=BODY, disk_bytes=room)
+    assert (log, num_redone) == ([], 0)
 
 
 def test_a_slot_that_steps_under_backward_use_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -605,7 +708,9 @@ def test_without_room_for_a_second_copy_it_is_left_out_in_one_sentence(
     with caplog.at_level(logging.WARNING, "tiermem"):
         plan = plan_of(tmp_path, "backward", host_bytes=less.host_bytes + 4096, **fields)
     assert (plan.host_bytes, plan.disk_bytes, plan.attempt_disk_bytes) == (less.host_bytes, less.disk_bytes, 0)
-    assert [record.message for record in caplog.records if "room for twice" in record.message]
+    [said] = [record.message for record in caplog.records if "room for twice" in record.message]
+    enough = int(re.findall(r"host_bytes, which is \d+, and (\d+)", said)[0])
+    assert plan_of(tmp_path, "backward", host_bytes=enough, **fields).may_attempt
 
 
 def test_weights_in_memory_rest_between_their_uses(tmp_path: Path) -> None:
@@ -628,6 +733,118 @@ def test_without_room_it_is_left_out_in_one_sentence(tmp_path: Path, caplog: pyt
         plan = plan_of(tmp_path, "backward", disk_bytes=room)
     assert (plan.disk_bytes, plan.attempt_disk_bytes) == (room, 0)
     assert [record.message for record in caplog.records if "not every rank has room" in record.message]
+
+
+def room_of(plan: Any) -> tuple[int, int, Any]:
+    return plan.host_bytes, plan.disk_bytes, plan.grads
+
+
+@pytest.mark.parametrize("params", ["nvme", "cpu"])
+def test_an_engine_that_clips_starts_where_disk_bytes_leaves_no_room(
+    params: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it would with "forward", and says so to those who look."""
+    own = {"host_bytes": 1 << 30, "resident_bytes": 0}
+    with opened_engine(tmp_path, 1.0, own | {"overlap": "forward"}, params) as engine:
+        less = engine.shards.plan
+    own["disk_bytes"] = less.disk_bytes
+    with caplog.at_level(logging.INFO, "tiermem"), opened_engine(tmp_path, 1.0, own, params) as engine:
+        assert overlap_in(engine) == "forward"
+        assert room_of(engine.shards.plan) == room_of(less)
+        losses = train_engine(engine, range(3))
+    [record] = [each for each in caplog.records if "not every rank has room" in each.message]
+    assert record.levelno == logging.INFO and f"disk_bytes={less.disk_bytes}" in record.message
+    with opened_engine(tmp_path, 1.0, {"overlap": "none"}, params) as engine:
+        assert train_engine(engine, range(3)) == losses
+
+
+def test_an_engine_that_clips_starts_on_a_disk_without_room(tmp_path: Path, mount: Callable[..., Path]) -> None:
+    """The file system has what "forward" takes, and less than a slot more."""
+    folder = mount("ext4", 64 << 20)
+    with opened_engine(folder, 1.0, {"overlap": "backward"}) as engine:
+        plan = engine.shards.plan
+    assert plan.attempt_disk_bytes
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    with open(folder / "others", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free - plan.disk_bytes + plan.attempt_disk_bytes // 2)
+    with opened_engine(folder, 1.0, {}) as engine:
+        assert overlap_in(engine) == "forward"
+        losses = train_engine(engine, range(4))
+    with opened_engine(tmp_path, 1.0, {"overlap": "none"}) as engine:
+        assert train_engine(engine, range(4)) == losses
+
+
+def test_ranks_that_share_a_disk_leave_one_another_what_each_must_have(
+    tmp_path: Path, mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for both, and for the slot of one."""
+    folder, plan = mount("ext4", 64 << 20), plan_of(tmp_path, "backward")
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    least, slot = (free // 2) // 4096 * 4096 - (1 << 20), 8 << 20
+    plan = dataclasses.replace(plan, disk_bytes=least + slot, attempt_disk_bytes=slot)
+    meeting, told, found = threading.Barrier(2, timeout=60), dict[int, str](), dict[int, Any]()
+
+    def exchange(topology: Topology, said: str) -> list[str]:
+        told[topology.rank] = said
+        meeting.wait()
+        both = [told[0], told[1]]
+        meeting.wait()
+        return both
+
+    def start(rank: int) -> None:
+        (folder / str(rank)).mkdir()
+        with TensorStore([folder / str(rank)], 1 << 20) as store:
+            topology = dataclasses.replace(alone, rank=rank)
+            found[rank] = budget.take_disk(plan, policy(folder, "auto", early_steps=True), store, topology)
+            meeting.wait()
+
+    monkeypatch.setattr(budget, "exchange", exchange)
+    with tiermem.shard(seeded(Tower), OffloadPolicy()) as shards:
+        alone = shards.topology
+    ranks = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert [found[rank].disk_bytes for rank in range(2)] == [least, least]
+
+
+def test_a_disk_that_fills_up_before_the_first_step_under_backward_stops_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_with(tmp_path, 1e9, {})
+    assert overlap_in(engine) == "backward"
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full", "disk")
+
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING, "tiermem"):
+        full.setattr(files, "take_room", fail)
+        ended = train_clipped(engine, tmp_path)
+    assert ["the disk has filled up" in each.message for each in caplog.records] == [True]
+    plain = train_clipped(engine_with(tmp_path, 1e9, {"overlap": "none"}), tmp_path)
+    assert (ended.losses, ended.num_early, ended.num_redone) == (plain.losses, 0, 0)
+
+
+@pytest.mark.parametrize("host_bytes", [None, "too little", "enough"])
+def test_weights_in_memory_have_second_copies_by_themselves_only_within_host_bytes(
+    host_bytes: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has said how much memory they may take; and where it is short, nothing else makes room for them."""
+    own: dict[str, Any] = {"resident_bytes": 0}
+    with opened_engine(tmp_path, 1.0, own | {"overlap": "forward"}, "cpu") as engine:
+        less = engine.shards.plan
+    with opened_engine(tmp_path, 1.0, own | {"overlap": "backward"}, "cpu") as engine:
+        more = engine.shards.plan.host_bytes
+    if host_bytes is not None:
+        own["host_bytes"] = more - 4096 * (host_bytes == "too little")
+    with caplog.at_level(logging.INFO, "tiermem"), opened_engine(tmp_path, 1.0, own, "cpu") as engine:
+        assert overlap_in(engine) == ("backward" if host_bytes == "enough" else "forward")
+        if host_bytes != "enough":
+            assert room_of(engine.shards.plan) == room_of(less)
+    said = [each for each in caplog.records if "host_bytes, which is" in each.message]
+    assert [f" and {more} (" in each.message for each in said] == [True] * (host_bytes != "enough")
+    assert all(each.levelno == logging.INFO for each in said)
 
 
 def test_without_tiles_on_disk_it_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -655,6 +872,20 @@ def test_history_attempts_where_it_pays() -> None:
     assert attempts_of(3)[1] <= 2
     held, failed = attempts_of(8)
     assert held >= 4 * failed > 0
+
+
+@given(st.lists(st.booleans(), max_size=500), st.integers(0, 100))
+def test_history_makes_few_steps_twice_whatever_comes(steps: list[bool], num_clipped: int) -> None:
+    """After six failures that no success follows a step is attempted after 64 that held; a run that clips pays once."""
+    history, held, failed = History(), 0, 0
+    for has_held in [*steps, *[False] * num_clipped]:
+        is_due = history.is_due and history.is_last(1)
+        held, failed = held + (is_due and has_held), failed + (is_due and not has_held)
+        history.note(1, has_held, is_due)
+    assert failed <= held + 6 + len(steps) // 64
+    for number in range(100):
+        assert not history.is_due or (not number and not num_clipped)
+        history.note(1, has_held=False, was_attempted=history.is_due)
 
 
 def test_history_expects_as_many_backwards_as_before() -> None:

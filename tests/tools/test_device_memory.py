@@ -60,6 +60,18 @@ def summary_of(fields: dict[str, Any]) -> dict[str, Any]:
     return {"name": "tiermem tiny", **json.loads(json.dumps(record.summary()))}
 
 
+@pytest.mark.parametrize(("steps_early", "predicted_s"), [(0, 2.0), (1, 1.0)])
+def test_a_run_is_compared_with_the_prediction_of_steps_like_its_own(steps_early: int, predicted_s: float) -> None:
+    """Whether they begin under backward shows in the run: one that clips begins none."""
+    record = RunRecord()
+    record.on_message({"kind": "ready", "predicted": {"step_s": 1.0, "host_bytes": 7, "late": {"step_s": 2.0}}})
+    record.on_message(STEP)
+    record.on_message({"kind": "done", "steps_early": steps_early})
+    record.outcome = Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0)
+    predicted = record.summary()["predicted"]
+    assert (predicted["step_s"], predicted["host_bytes"]) == (predicted_s, 7)
+
+
 def text_of(table: Table | None) -> str:
     assert table is not None
     console = Console(file=io.StringIO(), width=200)

@@ -267,7 +267,8 @@ def test_a_disk_too_small_for_two_slots_is_told_what_one_needs() -> None:
     assert two.tier_bytes(Tier.NVME) - one.tier_bytes(Tier.NVME) == two.plan.frozen_disk_bytes
     rows = {line.what: line.num_bytes for line in two.lines if line.tier is Tier.NVME}
     assert rows["frozen slots"] == rows["parameters"] + rows["optimizer states"]
-    short = planned(config_of(), Cluster(1, 1, nvme_bytes=one.tier_bytes(Tier.NVME)))
+    room = one.tier_bytes(Tier.NVME) - one.plan.attempt_disk_bytes
+    short = planned(config_of(), Cluster(1, 1, nvme_bytes=room))
     assert [problem.where for problem in short.problems] == ["the disks of a node"]
     assert any("tiermem.durability" in each.words and each.fits for each in advise(short, most=20))
 
@@ -334,6 +335,16 @@ def test_this_machine_is_measured_when_no_speed_is_given(files: Path) -> None:
     status, said = run(files, flops=None)
     assert status == EXIT_FITS
     assert "computing: a few of the model's blocks, trained for a moment on this machine" in said
+
+
+def test_steps_begin_under_backward_only_where_the_disk_has_room() -> None:
+    found = planned(config_of(), Cluster(1, 1))
+    slot = found.plan.attempt_disk_bytes
+    assert 14 * found.num_params <= slot < 15 * found.num_params
+    for room, own in ((found.tier_bytes(Tier.NVME) - 1, {}), (None, {"disk_bytes": found.plan.disk_bytes - 1})):
+        less = planned(config_of(**own), Cluster(1, 1, nvme_bytes=room))
+        assert less.plan.attempt_disk_bytes == 0 and not less.problems
+        assert less.tier_bytes(Tier.NVME) == found.tier_bytes(Tier.NVME) - slot
 
 
 def test_overlaps_are_forecast_with_the_same_activations() -> None:

@@ -305,7 +305,7 @@ class TiermemConfig(ConfigModel):
             "io": translate.io_of(self.aio, own),
             "precision": precision_of(self),
             "leaves": LeafRules(*named, zero.module_granularity_threshold),
-            "early_steps": self.gradient_clipping == 0,
+            "early_steps": True,
         }
         if self.optimizer is not None:
             fields["num_moments"] = self.optimizer.params.num_moments

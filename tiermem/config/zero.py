@@ -82,7 +82,8 @@ class OwnConfig(ConfigModel):
     backward as well, which steps states as gradients come, and steps them again where the step finds anything not as assumed,
     such as clipping. backward takes one more slot on disk, and memory for a second copy of weights that rest there; beside an
     accelerator also of states there, of as many units as the memory is given for. The bits are the same. auto: backward where
-    gradient_clipping is 0 and there is room, else forward, where it pays."""
+    there is room, else forward, where it pays. A run that clips every step begins none under backward, and takes no disk
+    for that."""
     streamed_ratio: Annotated[Number, Field(le=1.0)] | None = OffloadPolicy.streamed_ratio
     """Part of the tiles of states in host memory or on NVMe that is stepped on the GPU: their states, weights and gradients are
     copied there and back, while the CPU steps the other tiles. Without a GPU it does nothing. Not set: none, but

@@ -117,13 +117,17 @@ def forecast_step(
 
 
 def forecast_shards(
-    shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1, input_bytes: int = 0
+    shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1, input_bytes: int = 0, is_early: bool = True
 ) -> Forecast:
-    """Simulates a step of a sharded model with its own division and plan; see `forecast_step`. Calls no collective."""
-    division = shards.plan.division
+    """Simulates a step of a sharded model with its own division and plan; see `forecast_step`. Calls no collective.
+
+    is_early: it begins under backward where the plan has room; False: it is one that History leaves alone.
+    """
+    plan = shards.plan if is_early else shards.plan.without_attempts("")
+    division = plan.division
     return forecast_step(
         division,
-        shards.plan,
+        plan,
         shards.policy,
         shards.topology,
         uses_of(shards.model, division, compute),

@@ -83,6 +83,7 @@ def compute_policy(
             num_moments=num_moments,
             paths=[folder] if uses_nvme else (),
             host_bytes=room.host_bytes if uses_nvme else None,
+            early_steps=True,
         )
         topology = plan_topology(world, policy, ranks)
         try:

@@ -26,6 +26,8 @@ from tiermem.optim.rules import AnyStep
 from tiermem.optim.tiles import StateTiles
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.entry import NoSlotError
+from tiermem.zero.budget import take_slot
+from tiermem.zero.plan import Plan
 from tiermem.zero.shards import Shards
 from tiermem.zero.step_run import overlap_of
 from tiermem.zero.unit import Shard, Unit
@@ -95,6 +97,7 @@ class TentativeStep:
         self._history = History()
         self._scale = 1.0  # of the losses, in the last step
         self._num_backwards = 0  # since the last step
+        self._slot_of: Plan | None = None  # for which disk space has been taken, or was not found
         self._is_attempted = False  # units that come home in this backward are stepped
         self._was_attempted = False  # since the last step
         self._has_changed = False  # a gradient came home again after its unit was stepped
@@ -112,6 +115,7 @@ class TentativeStep:
         self._num_backwards += 1
         self._has_changed = False
         is_due = self._is_possible and self._history.is_due and all(tile.is_started for tile in self._tiles.tiles)
+        is_due = is_due and self._has_slot()
         self._is_attempted = is_due and self._history.is_last(self._num_backwards)
         self._was_attempted |= self._is_attempted
         if not is_due:
@@ -159,6 +163,14 @@ class TentativeStep:
         """Whether the plan has room for it, which may come when parameters are unfrozen."""
         shards = self._shards
         return overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) == "backward"
+
+    def _has_slot(self) -> bool:
+        """Whether there is the disk space that the plan counts: it is taken before the first such step, so that a run without
+        any takes none."""
+        shards = self._shards
+        if not shards.steps.has_slot and self._slot_of is not shards.plan:
+            self._slot_of, shards.steps.has_slot = shards.plan, take_slot(shards.plan, shards.store)
+        return shards.steps.has_slot
 
     @property
     def _factor(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -96,32 +98,47 @@ def plan_unfrozen(
 
 
 def take_disk(
-    plan: Plan, policy: OffloadPolicy, store: TensorStore, topology: Topology, may_leave_out: bool = True
+    plan: Plan, policy: OffloadPolicy, store: TensorStore, topology: Topology, is_slot_taken: bool = False
 ) -> Plan:
     """Preallocates the disk space of a plan beyond what is in use; returns the plan for which every rank has room.
 
-    may_leave_out: steps under backward are left out where they find no room. False: their slot is in use, so leaving them out
-    would give no space back.
+    Of the slot of steps under backward it only looks whether there is room, once all ranks have what they must have:
+    `take_slot` takes it before the first of them. They are left out where a rank has none.
 
-    Collective; blocks. Warns, if the policy names such steps, when they are left out and when they find no tile that they can
-    step. Raises OSError when the plan finds no space.
+    is_slot_taken: this rank has taken the slot. Leaving it out would give no space back, so the whole plan is taken.
+
+    Collective; blocks. Logs what such steps lack where they are left out: as a warning if the policy names them. Raises OSError
+    when the plan finds no space.
     """
-    if plan.attempt_disk_bytes and may_leave_out and not _has_room(plan, store, topology):
-        logger.log(
-            logging.WARNING if policy.overlap == "backward" else logging.INFO,
-            'overlap "backward" takes %s more on disk, for which not every rank has room: steps run under the next forward',
-            format_mib(plan.attempt_disk_bytes),
-        )
-        plan = plan.without_attempts
-    elif policy.overlap == "backward" and not plan.may_attempt:
-        logger.warning(
-            'overlap "backward" is for states that are stepped on the CPU: on NVMe, with weights on NVMe or in memory that the '
-            "budget has room for twice, or, beside an accelerator, in memory that it has room for twice: there are none, and "
-            "steps run under the next forward"
-        )
-    if plan.disk_bytes:
-        store.reserve_disk(_due(plan, store), why_disk(plan, policy))
+    failed: OSError | None = None
+    try:
+        if plan.disk_bytes:
+            least = plan.disk_bytes - (0 if is_slot_taken else plan.attempt_disk_bytes)
+            store.reserve_disk(_due(store, least), why_disk(plan, policy))
+    except OSError as error:  # of this rank, perhaps alone
+        failed = error
+    may_look = plan.attempt_disk_bytes and not any(exchange(topology, "no" if failed or is_slot_taken else ""))
+    missing = _missing(plan, store, topology) if may_look else ""
+    if failed is not None:
+        raise failed
+    if missing:
+        size = f"{plan.attempt_disk_bytes} bytes ({format_mib(plan.attempt_disk_bytes)})"
+        plan = plan.without_attempts(f"{size} more on disk, for which not every rank has room: {missing}")
+    if plan.lacks:
+        level = logging.WARNING if policy.overlap == "backward" else logging.INFO
+        logger.log(level, 'overlap "backward" needs %s. Steps run under the next forward', plan.lacks)
     return plan
+
+
+def take_slot(plan: Plan, store: TensorStore) -> bool:
+    """Preallocates the disk space of steps under backward, before the first one; whether it is there. Blocks."""
+    try:
+        if plan.attempt_disk_bytes:
+            store.reserve_disk(_due(store, plan.disk_bytes))
+    except OSError as error:
+        logger.warning("steps do not begin under backward, as the disk has filled up since the start: %s", error)
+        return False
+    return True
 
 
 def why_disk(plan: Plan, policy: OffloadPolicy) -> str:
@@ -136,19 +153,20 @@ def why_disk(plan: Plan, policy: OffloadPolicy) -> str:
     )
 
 
-def _due(plan: Plan, store: TensorStore) -> int:
-    """Bytes of a plan that are not in use yet."""
-    return max(0, plan.disk_bytes - store.stats().nvme_bytes)
+def _due(store: TensorStore, disk_bytes: int) -> int:
+    """Those of a plan's bytes that are not in use yet."""
+    return max(0, disk_bytes - store.stats().nvme_bytes)
 
 
-def _has_room(plan: Plan, store: TensorStore, topology: Topology) -> bool:
-    """Whether every rank has disk space for a plan. Takes it where it is. Collective."""
-    has_room = True
-    try:
-        store.reserve_disk(_due(plan, store))
-    except OSError:
-        has_room = False
-    return all(each == str(True) for each in exchange(topology, str(has_room)))
+def _missing(plan: Plan, store: TensorStore, topology: Topology) -> str:
+    """Why a rank has no disk space for a whole plan; empty where all have it. Takes nothing. Collective."""
+    error = ""
+    with contextlib.ExitStack() as taken:  # until all ranks have tried, as they may share a disk
+        try:
+            taken.enter_context(store.reserve_disk(_due(store, plan.disk_bytes)))
+        except OSError as found:
+            error = str(found)
+        return next((each for each in exchange(topology, error) if each), "")
 
 
 def check_card(plan: Plan, policy: OffloadPolicy, device: torch.device) -> None:
@@ -208,12 +226,34 @@ class _Maker:
             if self._fits(plan):
                 left = 0 if budget is None else max(0, budget - plan.host_bytes - PAGE_BYTES)
                 if left > 0 and planner.wants_rest and now is None:
-                    return planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
-                if now is None:
-                    drafted = planner.drafted_within(None if budget is None else left, choice.tile_numel)
-                resident = left if policy.resident_bytes is None else policy.resident_bytes
-                return planner.plan(choice, resident, room, drafted)
+                    plan = planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
+                else:
+                    if now is None:
+                        drafted = planner.drafted_within(None if budget is None else left, choice.tile_numel)
+                    resident = left if policy.resident_bytes is None else policy.resident_bytes
+                    plan = planner.plan(choice, resident, room, drafted)
+                return dataclasses.replace(plan, lacks="" if plan.may_attempt else self._lacks(planner, choice))
         return None
+
+    def _lacks(self, planner: Planner, choice: Choice) -> str:
+        """What steps under backward lack, in words, where they are wanted and the plan of a choice has no room for them."""
+        policy = self._policy
+        if not planner.wants_attempts:
+            return "pipeline_read and pipeline_write, one of which is off" if policy.overlap == "backward" else ""
+        if not planner.copied:
+            return (
+                "states that are stepped on the CPU: on NVMe, with weights on NVMe or in memory that the budget has room for "
+                "twice, or, beside an accelerator, in memory that it has room for twice: there are none"
+            )
+        if planner.wants_rest:
+            return "activation_bytes: without it inputs of checkpointed blocks take what host_bytes leaves"
+        plan = planner.plan(choice._replace(attempts=False), policy.resident_bytes or 0)
+        copies = [planner.copy_bytes(unit, choice.tile_numel) for unit in planner.copied]
+        copies_bytes = sum(weights + states * self._is_gpu for weights, states in copies)
+        enough = (plan.host_bytes + copies_bytes) * self._ranks_on_node
+        given = "is not set" if policy.host_bytes is None else f"is {policy.host_bytes}"
+        size = f"{enough} ({format_mib(enough)} a node)"
+        return f"host_bytes, which {given}, and {size} has room for twice what rests in memory"
 
     def _choices(self, planner: Planner) -> list[Choice]:
         """The choices, best first."""
@@ -223,7 +263,8 @@ class _Maker:
         return [
             each
             for each in planner.choices()
-            if (each.unit_buffers, each.tile_numel, each.attempts) == (units, numel, now.choice.attempts)
+            if (each.unit_buffers, each.tile_numel) == (units, numel)
+            and now.may_attempt <= each.attempts <= now.choice.attempts  # what no step uses may go
             and (each.grads is grads or (each.grads is Tier.NVME and not self._keeps_grads))
             and each.tile_buffers <= tiles
         ]

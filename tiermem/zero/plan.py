@@ -121,6 +121,8 @@ class Plan:
     streamed_part: float  # of the tiles that rest elsewhere: those that an accelerator steps
     resident_bytes: int  # most bytes of states that are kept on HOST although they rest on NVMe
     activation_bytes: int  # room for those that rest on HOST; 0: there are none, or the plan does not know how many
+    lacks: str = dataclasses.field(default="", compare=False)
+    """What steps under backward lack here, in words, where they are wanted and have no room."""
 
     def listed(self, tier: Tier) -> str:
         """Its rows of a tier, in one line, for an error."""
@@ -146,9 +148,8 @@ class Plan:
         """Whether there is room for steps under backward."""
         return bool(self.attempt_disk_bytes or self.drafted)
 
-    @property
-    def without_attempts(self) -> Plan:
-        """The same plan of states on NVMe without room for steps under backward."""
+    def without_attempts(self, lacks: str) -> Plan:
+        """The same plan of states on NVMe without room for steps under backward. lacks: what is missing, in words."""
         rows = [row for row in self.rows if row.what not in (_ATTEMPTS, _DRAFTS)]
         on_host = sum(row.num_bytes for row in self.rows if row.what == _DRAFTS)
         return dataclasses.replace(
@@ -159,6 +160,7 @@ class Plan:
             disk_bytes=self.disk_bytes - self.attempt_disk_bytes,
             attempt_disk_bytes=0,
             drafted=(),
+            lacks=lacks,
         )
 
 
@@ -233,12 +235,15 @@ class Planner:
         self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)
         self._streamed_part = (policy.streamed_ratio or 0.0) * (is_gpu and self._states is not device)
         self._crosses = self._steps_there or self._streamed_part > 0
-        wanted = policy.wanted_overlap(self._states, is_gpu)
-        self._may_attempt = wanted == "backward" and self._states is Tier.NVME
-        in_memory = [u for u in self._trainable if wanted == "backward" and homes.get(u.index) is Tier.HOST]
-        self._drafted = in_memory if self._may_attempt and not is_gpu else []  # such steps change copies of weights
-        may_undo = is_gpu and self._states is Tier.HOST and not self._crosses
-        self._undone = in_memory if may_undo else []  # and, where there is room, copies of these units' states as well
+        self.wants_attempts = policy.wanted_overlap(self._states, is_gpu) == "backward"
+        may_attempt = self.wants_attempts and not (is_gpu and self._crosses)
+        self._may_attempt = may_attempt and self._states is Tier.NVME
+        may_copy = self._may_attempt if not is_gpu else may_attempt and self._states is Tier.HOST
+        self.copied = [u for u in self._trainable if may_copy and homes.get(u.index) is Tier.HOST]
+        """Units in memory that such steps need second copies of."""
+        is_bounded = policy.overlap == "backward" or policy.host_bytes is not None
+        self._drafted = self.copied if is_bounded and not is_gpu else []  # of their weights
+        self._undone = self.copied if is_gpu else []  # and, where there is room, of their states as well
         rests_on_host = is_gpu and policy.activations is Tier.HOST
         self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
@@ -257,15 +262,16 @@ class Planner:
         num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
         buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in USUAL_TILE_BUFFERS]
         attempts = [True, False] if self._drafted else [True]
-        rest = itertools.product(homes, counts, buffers, tiles)
-        return [Choice(*fields, each) for each, fields in itertools.product(attempts, list(rest))]
+        found = [Choice(*fields) for fields in itertools.product(homes, counts, buffers, tiles, attempts)]
+        is_asked = policy.overlap == "backward"  # other things make room for it then
+        return sorted(found, key=lambda choice: is_asked and not choice.attempts)
 
     def drafted_within(self, num_bytes: int | None, tile_numel: int) -> tuple[int, ...]:
         """Units on HOST, by index, whose second copies take so many bytes at most; evenly spread. None: by the policy alone.
 
         So while the accelerator computes the next forward with some that have been stepped, the CPU steps the others.
         """
-        sizes = [sum(self._draft_bytes(unit, tile_numel)) for unit in self._undone]
+        sizes = [sum(self.copy_bytes(unit, tile_numel)) for unit in self._undone]
         if num_bytes is None:  # nobody has said how much memory there is
             num_bytes = sum(sizes) if self._policy.overlap == "backward" else 0
         taken = within(sizes, min(num_bytes, sum(sizes)))
@@ -275,7 +281,7 @@ class Planner:
                 taken[place], left = True, left - sizes[place]
         return tuple(unit.index for unit in itertools.compress(self._undone, taken))
 
-    def _draft_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
+    def copy_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
         """Bytes of the second copies of a unit's weights and of its states."""
         states = sum(_page(size) * count for size, count in state_sizes(unit, tile_numel, self._policy))
         return _page(unit.shard_bytes), states
@@ -312,7 +318,7 @@ class Planner:
         activations, room_bytes = self._add_activations(sheet, room_bytes)
         kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
-        drafts = [self._draft_bytes(unit, tile_numel) for unit in self._undone if unit.index in drafted]
+        drafts = [self.copy_bytes(unit, tile_numel) for unit in self._undone if unit.index in drafted]
         why = f"of {len(drafts)} of {len(self._undone)} units, evenly spread: what the budget leaves room for"
         sheet.add(_DRAFTS, Tier.HOST, sum(weights for weights, _ in drafts), why, crosses_link=True)
         sheet.add(_UNDO, Tier.HOST, sum(states for _, states in drafts), why)

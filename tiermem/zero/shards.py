@@ -23,7 +23,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.policy import OffloadPolicy, Overlap
+from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import find_device, is_accelerator, open_context
 from tiermem.swap.native import trim_heap
 from tiermem.swap.program import Program
@@ -53,7 +53,7 @@ from tiermem.zero.pools import Pools, carve, give_back, open_store
 from tiermem.zero.prefetcher import Prefetcher, first_order, limits_of
 from tiermem.zero.settle import check_model, move_buffers, release, settle, show_parts
 from tiermem.zero.state_layout import MASTER
-from tiermem.zero.step_run import StepRun
+from tiermem.zero.step_run import StepRun, kept_overlap
 from tiermem.zero.topology import (
     Topology,
     arrange,
@@ -168,8 +168,7 @@ class Shards:
 
     def keep_overlap(self, saved: str) -> None:
         """Goes on with the `overlap` of the run that saved a checkpoint, unless the policy names one."""
-        if self.policy.overlap == "auto":
-            self.policy = dataclasses.replace(self.policy, overlap=cast(Overlap, saved))
+        self.policy = kept_overlap(self.policy, self.plan, is_accelerator(self.device), saved)
 
     # ---- reading values ------------------------------------------------------------------------------------------------
 
@@ -394,7 +393,7 @@ class Shards:
             self.homes.forget_replaced()
             keeps_grads = not self.homes.is_empty
             plan = plan_of(found, self.model, self.plan, self.policy, self.topology, self.device, keeps_grads)
-            plan = reserve_more(self.plan, plan, self.policy, self.store, self.topology)
+            plan = reserve_more(plan, self.policy, self.store, self.topology, self.steps.has_slot)
             with self.steps.changing_all():
                 self._go_over(plan, lives)
         for live in dict.fromkeys(live for live, _ in found):

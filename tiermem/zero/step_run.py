@@ -25,12 +25,14 @@ model is torn afterwards: its states are of two different steps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from tiermem.policy import OffloadPolicy, Tier
+from tiermem.policy import OffloadPolicy, Overlap, Tier
 from tiermem.swap.checksum import Range
 from tiermem.swap.move import Move
 from tiermem.swap.native import NORMAL
@@ -38,6 +40,8 @@ from tiermem.swap.program import Program
 from tiermem.swap.run_read import RunRead
 from tiermem.swap.tile_plan import TileWork
 from tiermem.zero.plan import Plan
+
+logger = logging.getLogger("tiermem")
 
 
 def overlap_of(policy: OffloadPolicy, plan: Plan, is_gpu: bool) -> Literal["none", "forward", "backward"]:
@@ -50,6 +54,17 @@ def overlap_of(policy: OffloadPolicy, plan: Plan, is_gpu: bool) -> Literal["none
     return "backward" if wanted == "backward" and plan.may_attempt else "forward"
 
 
+def kept_overlap(policy: OffloadPolicy, plan: Plan, is_gpu: bool, saved: str) -> OffloadPolicy:
+    """The policy with the `overlap` that a saved run had, unless it names one. Warns where the plan has no room for that."""
+    if policy.overlap != "auto":
+        return policy
+    policy = dataclasses.replace(policy, overlap=cast(Overlap, saved))
+    if saved == "backward" and overlap_of(policy, plan, is_gpu) != saved:
+        lacks = plan.lacks or 'to be named at the start (overlap "backward"), so that its slot is planned'
+        logger.warning('the run that is resumed had overlap "backward", which needs %s. It goes on without', lacks)
+    return policy
+
+
 class StepRun:
     """The step under way, if there is one. For one thread at a time, but for `read` and the methods of what it returns.
 
@@ -58,6 +73,8 @@ class StepRun:
 
     def __init__(self, program: Program[Any]) -> None:
         self.is_torn = False  # a step or a restore failed half-way
+        self.has_slot = False  # the disk space of steps under backward is taken
+        self.num_early = 0  # steps that took what backward had stepped
         self.num_redone = 0  # steps whose tiles were stepped in backward, dropped and stepped again
         self._program = program
         self._due: Callable[[], None] | None = None  # what `commit` calls, once
@@ -84,6 +101,7 @@ class StepRun:
         if accept is not None and is_attempted and not self._program.has_failed:
             accept()
             self._program.commit(tiles, work)
+            self.num_early += 1
         else:
             self.num_redone += is_attempted
             self._program.start(tiles, work, lane=lane)

@@ -93,14 +93,16 @@ def plan_of(
     return plan
 
 
-def reserve_more(now: Plan, plan: Plan, policy: OffloadPolicy, store: TensorStore, topology: Topology) -> Plan:
+def reserve_more(
+    plan: Plan, policy: OffloadPolicy, store: TensorStore, topology: Topology, is_slot_taken: bool
+) -> Plan:
     """Preallocates the disk space that a plan needs beyond that of the plan now; returns the plan, as `take_disk` does.
 
     Collective; blocks. Raises OSError (ENOSPC) with the arithmetic; where only another rank has no space, with its error.
     """
     failed: OSError | None = None
     try:
-        plan = take_disk(plan, policy, store, topology, may_leave_out=not now.attempt_disk_bytes)
+        plan = take_disk(plan, policy, store, topology, is_slot_taken)
     except OSError as error:
         failed = error
     said = next((each for each in exchange(topology, str(failed or "")) if each), None)
