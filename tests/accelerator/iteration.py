@@ -6,8 +6,8 @@ replays it with the sizes and rates of 8B on a card; test_measured_time.py with 
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.engine.sharding import shard_for_passes
 from tiermem.optim.tile_step import TilePass
 from tiermem.precision import PRESETS
 from tiermem.swap.program import Program
+from tiermem.zero.layerwise import LayerwisePasses
 from tiermem.zero.step_run import StepRun
 
 
@@ -53,10 +55,13 @@ class Model(nn.Module):
         return self.head(x).float().square().mean()
 
 
-def policy_of(overlap: str, tile_numel: int, host_bytes: int | None = None) -> OffloadPolicy:
+def policy_of(overlap: str, tile_numel: int, by_layer: bool = False, **fields: Any) -> OffloadPolicy:
+    """by_layer: the micro-batches of a step go through the model block by block."""
+    if by_layer:
+        fields |= {"accumulation": "layers"}
     return OffloadPolicy(
         params=Tier.HOST, optim=Tier.HOST, grads=Tier.DEVICE, precision=PRESETS["tiny"], overlap=overlap,  # type: ignore[arg-type]
-        persistence_numel=0, unit_buffers=4, tile_numel=tile_numel, tile_buffers=4, host_bytes=host_bytes,
+        persistence_numel=0, tile_numel=tile_numel, tile_buffers=4, **{"unit_buffers": 4} | fields,
     )  # fmt: skip
 
 
@@ -133,13 +138,15 @@ class Marks:
 class Training:
     """A sharded model on the simulated device, and its iterations."""
 
-    def __init__(self, sizes: Sizes, overlap: str, max_norm: float) -> None:
+    def __init__(self, sizes: Sizes, overlap: str, max_norm: float, by_layer: bool = False, **fields: Any) -> None:
         torch.manual_seed(0)
         self._model, self._max_norm = Model(sizes).bfloat16(), max_norm
         self._tokens = torch.arange(sizes.rows, device="sim") % sizes.vocabulary
-        self.shards = tiermem.shard(self._model, policy_of(overlap, sizes.tile_numel), device="sim")
+        policy = policy_of(overlap, sizes.tile_numel, by_layer, **fields)
+        self.shards = shard_for_passes(self._model, policy, None, "sim", True)
+        served = self.shards.units, self.shards.hooks, self.shards.homes, torch.device("sim")
+        self._passes = LayerwisePasses(self._model, *served, nullcontext) if by_layer else None
         self._optim = tiermem.AdamW(self._model.parameters(), lr=1e-3)
-        self.step_s = 0.0  # how long the last call of step() took
 
     def __enter__(self) -> Training:
         return self
@@ -150,17 +157,20 @@ class Training:
     def iterate(self, num_micros: int = 1, is_late: bool = False, is_apart: bool = False) -> None:
         """Forwards, backwards, a step. is_late: backward is long, as in virtual time: what it has attempted is done.
 
-        is_apart: `step_s` will be of the step alone; else the device may have maths left when it begins.
+        is_apart: the step begins when the device has no maths left.
         """
-        for _ in range(num_micros):
-            self._model(self._tokens).backward()
+        losses = [lambda: self._model(self._tokens)] * num_micros
+        if self._passes is not None:
+            with self._passes.step(losses):
+                self._passes.forward()
+                self._passes.backward(torch.Tensor.backward)
+        for loss in losses if self._passes is None else ():
+            loss().backward()
         if is_late and self.shards.program.attempted:
             self.shards.program._program().quiet()
         if is_apart:
             torch.accelerator.synchronize("sim")
-        start = time.perf_counter()
         self._optim.step(max_norm=self._max_norm)
-        self.step_s = time.perf_counter() - start
         self._optim.zero_grad()
 
     @property
@@ -185,11 +195,18 @@ class Training:
 
 
 def record(
-    sim: ModuleType, marks: Marks, sizes: Sizes, overlap: str, max_norm: float = 1e-3, num_micros: int = 1
+    sim: ModuleType,
+    marks: Marks,
+    sizes: Sizes,
+    overlap: str,
+    max_norm: float = 1e-3,
+    num_micros: int = 1,
+    by_layer: bool = False,
+    **fields: Any,
 ) -> list[Any]:
     """Three iterations; the order of units is known and every tile has its states."""
     sim.set_schedule("late")
-    with Training(sizes, overlap, max_norm) as training:
+    with Training(sizes, overlap, max_norm, by_layer, **fields) as training:
         for number in range(6):
             if number == 3:
                 training.quiet()

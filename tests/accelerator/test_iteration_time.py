@@ -36,7 +36,7 @@ def full_plan(overlap: str) -> Plan:
     vocabulary, tile_numel = round(SIZES.vocabulary * SIZES.width * SCALE / width), round(SCALE * 4096) // 4096 * 4096
     with torch.device("meta"):
         model = Model(Sizes(width, SIZES.layers, vocabulary, SIZES.rows, tile_numel)).bfloat16()
-    policy = policy_of(overlap, tile_numel, RAM_BYTES - SYSTEM_BYTES)
+    policy = policy_of(overlap, tile_numel, host_bytes=RAM_BYTES - SYSTEM_BYTES)
     topology = Topology(None, 0, 1, 1, 0)
     return make_plan(divide(model, policy, 1), policy, topology, True, 1, CONTEXT_BYTES)
 
