@@ -3,7 +3,8 @@
     load()      builds the simulator if needed and makes the device type "sim", before the process's first backward
     torch.sim   this module, with the names that torch.cuda uses, and the simulator's own:
 
-        set_schedule("at_once" | "late" | "random:SEED" | "main_first" | "side_first")    how late streams run
+        set_schedule("at_once" | "late" | "random:SEED" | "main_first" | "side_first" | "threads")    how late streams run
+        set_pace(lane, bytes_per_s)                         how fast they may copy, for measured times
         pending()                                           operations that are issued and not done
         host_waits(), copies()                              waits by thread; bytes each way, pageable copies
         undeferred()                                        operators that ran at once, for want of a Meta kernel
@@ -320,6 +321,8 @@ def reset() -> None:
     set_strict_frees(True)
     set_segments_like_cudas(False)
     set_schedule(os.environ.get("TIERMEM_SIM_SCHEDULE", "at_once"))
+    for lane in ("to device", "to host"):
+        set_pace(lane, 0.0)
     manual_seed_all(0)
     reset_counts()
 
@@ -327,13 +330,22 @@ def reset() -> None:
 def set_schedule(schedule: str) -> None:
     """Runs streams "at_once", as "late" as a thread waits, or at "random:SEED". What is pending stays pending.
 
-    "main_first": the default streams at once, all others late; "side_first": the other way round.
+    "main_first": the default streams at once, all others late; "side_first": the other way round. "threads": each stream has
+    a thread, which runs its operations while the host goes on, so that times can be measured.
     """
     kind, _, seed = schedule.partition(":")
     kinds = {name.lower(): value for name, value in _sim.Schedule.__members__.items()}
     if kind not in kinds or (seed and not seed.isdecimal()):
-        raise ValueError(f"schedule {schedule!r}: at_once, late, main_first, side_first or random:SEED")
+        raise ValueError(f"schedule {schedule!r}: at_once, late, main_first, side_first, threads or random:SEED")
     _sim.set_schedule(kinds[kind], int(seed or 0))
+
+
+def set_pace(lane: str, bytes_per_s: float) -> None:
+    """Makes operations of a lane that are issued from now on take no less time than their bytes at this rate. 0: no bound.
+
+    They sleep for what is left of it, so that a slow link takes no core. Lanes: see clock.py.
+    """
+    _sim.set_pace(lane, bytes_per_s)
 
 
 def pending() -> int:

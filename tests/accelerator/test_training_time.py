@@ -1,13 +1,10 @@
-"""In simulated time: what of a training step hides behind what, and does the clock tell what a CPU run takes?
+"""In simulated time: what of a training step hides behind what?
 
 The graph is what the library has asked of the device; its disk reads are added where it started and awaited them.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -195,27 +192,3 @@ def test_forward_and_backward_of_8b_take_the_longest_of_compute_link_and_disk(
             replay = clock.replay(entries, clock.CARD_24GB, size_of=size_of)
             longest = max(replay.busy_s.values())
             assert replay.makespan_s <= 1.05 * longest, (phase, tokens, replay.busy_s, replay.makespan_s)
-
-
-@pytest.mark.slow
-def test_the_clock_tells_what_a_run_on_a_cpu_takes(sim: ModuleType, tmp_path: Path) -> None:
-    """The CPU's rate is measured on one model; a deeper one is predicted from its recording to 10 %."""
-    torch.set_num_threads(1)
-    flops, models = {}, {"calibrated": Blocks(512, 4), "predicted": Blocks(512, 10)}
-    x = torch.ones(512, 512)
-    for name, model in models.items():
-        on_device = copy.deepcopy(model).to("sim")
-        sim.record(True)
-        on_device(x.to("sim")).sum().backward()
-        sim.record(False)
-        operations = (entry for entry in sim.recording() if entry["kind"] == "operation")
-        flops[name] = [entry for entry in operations if entry["lane"] == "compute"]
-    seconds = dict.fromkeys(models, math.inf)
-    for _ in range(15):  # in turns: a rate changes with what else the machine does
-        for name, model in models.items():
-            start = time.perf_counter()
-            model(x).sum().backward()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-    total = sum(entry["flops"] for entry in flops["calibrated"])
-    cpu = {"compute": Rate(flops_per_s=total / seconds["calibrated"])}
-    assert clock.replay(flops["predicted"], cpu).makespan_s == pytest.approx(seconds["predicted"], rel=0.10)

@@ -30,6 +30,8 @@ py::dict as_dict(size_t id, const sim::Entry &entry) {
         found["bytes"] = entry.label.bytes;
         found["flops"] = entry.label.flops;
     }
+    if (entry.kind == sim::Entry::OPERATION)
+        found["ran_s"] = entry.ran_s;
     if (entry.kind == sim::Entry::HOST_WORK) {
         found["needs"] = entry.needs;
         found["blocks"] = entry.blocks;
@@ -75,8 +77,10 @@ PYBIND11_MODULE(_sim, m) {
         .value("LATE", sim::Schedule::LATE)
         .value("MAIN_FIRST", sim::Schedule::MAIN_FIRST)
         .value("SIDE_FIRST", sim::Schedule::SIDE_FIRST)
-        .value("RANDOM", sim::Schedule::RANDOM);
+        .value("RANDOM", sim::Schedule::RANDOM)
+        .value("THREADS", sim::Schedule::THREADS);
     m.def("set_schedule", &sim::set_schedule);
+    m.def("set_pace", &sim::set_pace);
     m.def("schedule", &sim::schedule);
     m.def("run_device", &sim::run_device);
     m.def("num_pending", &sim::num_pending);

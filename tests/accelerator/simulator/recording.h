@@ -19,6 +19,7 @@ struct Entry {
     bool blocks = false;        // host work that its thread waits for
     Thread thread = MAIN;
     int64_t thread_id = 0;
+    double ran_s = 0; // how long an operation took, once it is done
 };
 
 /// Starts a recording, without what was recorded before, or stops it.
@@ -26,6 +27,8 @@ void record(bool is_on);
 bool is_recording();
 /// Returns the entry's number.
 int64_t add_entry(Entry entry);
+/// An operation that notes in its entry, which was just added, how long it took.
+std::function<void()> timed(std::function<void()> run, int64_t number);
 /// Adds work of the host (a disk read, a CPU kernel) in place. Returns its number, or -1 while nothing is recorded.
 int64_t add_host_work(const std::string &name, const std::string &lane, uint64_t bytes, double flops,
                       const std::vector<int64_t> &needs, bool blocks);

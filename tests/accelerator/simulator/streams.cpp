@@ -6,19 +6,23 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <random>
+#include <thread>
 #include <vector>
 
 namespace sim {
 namespace {
 
-constexpr int64_t POOL_SIZE = 32;      // as CUDA's: the 33rd stream that a program makes is its first one again
+constexpr int64_t POOL_SIZE = 32; // as CUDA's: the 33rd stream that a program makes is its first one again
+constexpr size_t NUM_LANES = 6;
 constexpr int QUERIES_UNTIL_LATE = 16; // a program that polls an event goes on after so many questions
 
 struct Queue {
@@ -26,6 +30,7 @@ struct Queue {
     uint64_t num_issued = 0;
     uint64_t num_done = 0;
     bool is_running = false; // a thread runs the first operation, without the lock
+    bool is_served = false;  // it has a thread
     int num_queries = 0;     // answered no since the last progress
 };
 
@@ -38,6 +43,7 @@ struct Streams {
     std::exception_ptr failure;                         // the first error that no host wait has reported
     Schedule schedule = Schedule::AT_ONCE;
     std::mt19937 coin;
+    std::array<double, NUM_LANES> pace{}; // bytes a second, by lane
     std::array<uint64_t, NUM_THREADS> num_host_waits{};
 
     Streams() {
@@ -120,12 +126,42 @@ void run_if_possible(const Mark &mark) {
     }
 }
 
+/// Runs a queue, in a thread of its own, until the schedule has no such threads.
+void serve(Queue &queue) {
+    pthread_setname_np(pthread_self(), "sim_stream");
+    std::unique_lock lock(all.lock);
+    while (all.schedule == Schedule::THREADS)
+        if (queue.is_running || queue.num_done == queue.num_issued)
+            all.progress.wait(lock);
+        else
+            run_first(queue, lock, true);
+    queue.is_served = false;
+}
+
+/// An operation as one of its lane, where streams have threads: a lane runs one at a time, and takes no less than
+/// `seconds`.
+std::function<void()> on_lane(std::function<void()> run, Lane lane, double seconds) {
+    static auto &lanes = *new std::array<std::mutex, NUM_LANES>;
+    return [run = std::move(run), &mine = lanes[static_cast<size_t>(lane)], seconds] {
+        std::lock_guard lock(mine);
+        const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+        run();
+        std::this_thread::sleep_until(end);
+    };
+}
+
 /// What the schedule runs after something was issued at `mark`.
 void run_by_schedule(const Mark &mark) {
     std::unique_lock lock(all.lock);
     if (all.schedule == Schedule::AT_ONCE) {
         lock.unlock();
         return run_if_possible(mark);
+    }
+    if (all.schedule == Schedule::THREADS) {
+        if (Queue &queue = queue_of(mark); !std::exchange(queue.is_served, true))
+            std::thread(serve, std::ref(queue)).detach();
+        all.progress.notify_all();
+        return;
     }
     if (all.schedule == Schedule::MAIN_FIRST || all.schedule == Schedule::SIDE_FIRST) {
         const bool is_first = (mark.stream == 0) == (all.schedule == Schedule::MAIN_FIRST);
@@ -191,10 +227,10 @@ void check_device(int64_t device) {
 
 // ---- operations -----------------------------------------------------------------------------------------------------
 
-const char *lane_name(Lane lane) {
-    constexpr std::array names{"none", "compute", "to device", "to host", "between devices", "collective"};
-    return names[static_cast<size_t>(lane)];
-}
+constexpr std::array<const char *, NUM_LANES> LANE_NAMES{"none",    "compute",         "to device",
+                                                         "to host", "between devices", "collective"};
+
+const char *lane_name(Lane lane) { return LANE_NAMES[static_cast<size_t>(lane)]; }
 
 Mark issue(const c10::Stream &stream, Operation operation, const Label &label) {
     Mark mark{stream.device_index(), stream.id(), 0};
@@ -205,7 +241,13 @@ Mark issue(const c10::Stream &stream, Operation operation, const Label &label) {
         if (is_recording() && operation.after)
             add_entry({Entry::STREAM_WAIT, {"wait"}, "", mark, *operation.after, {}});
         else if (is_recording() && label.lane != Lane::NONE)
-            add_entry({Entry::OPERATION, label, lane_name(label.lane), mark, {}, {}});
+            operation.run = timed(std::move(operation.run),
+                                  add_entry({Entry::OPERATION, label, lane_name(label.lane), mark, {}, {}}));
+        if (all.schedule == Schedule::THREADS && operation.run && label.lane != Lane::COLLECTIVE) {
+            const double pace = all.pace[static_cast<size_t>(label.lane)];
+            const double seconds = pace > 0 ? static_cast<double>(label.bytes) / pace : 0;
+            operation.run = on_lane(std::move(operation.run), label.lane, seconds);
+        }
         queue.operations.push_back(std::move(operation));
     }
     run_by_schedule(mark);
@@ -329,6 +371,14 @@ void set_schedule(Schedule schedule, uint64_t seed) {
     std::lock_guard lock(all.lock);
     all.schedule = schedule;
     all.coin.seed(static_cast<uint32_t>(seed));
+    all.progress.notify_all();
+}
+
+void set_pace(const std::string &lane, double bytes_per_s) {
+    const auto found = std::find(LANE_NAMES.begin(), LANE_NAMES.end(), lane);
+    TORCH_CHECK(found != LANE_NAMES.end(), "sim error: no lane ", lane);
+    std::lock_guard lock(all.lock);
+    all.pace[found - LANE_NAMES.begin()] = bytes_per_s;
 }
 
 Schedule schedule() {

@@ -1,7 +1,8 @@
 // Streams: queues of operations that run when the schedule lets them, or when a thread waits for them.
 //
 //   issue ──> queue of the stream ──> run_until(mark)        by a thread that waits
-//                                 └─> run_if_possible(mark)  by the schedule, inside issue; never blocks
+//                                 ├─> run_if_possible(mark)  by the schedule, inside issue; never blocks
+//                                 └─> serve(queue)           by a thread of the stream, where the schedule has such
 //
 // A stream runs one operation at a time, in order, on the thread that asks for it. No lock is held meanwhile, so that
 // an operation may block (a collective), free tensors or take the GIL. A mark is a place in a stream; an event holds a
@@ -111,12 +112,14 @@ inline c10::Device device_of(int index) { return {DEVICE_TYPE, static_cast<c10::
 // ---- schedules and counts
 // ---------------------------------------------------------------------------------------------
 
-enum class Schedule { AT_ONCE, LATE, MAIN_FIRST, SIDE_FIRST, RANDOM };
+enum class Schedule { AT_ONCE, LATE, MAIN_FIRST, SIDE_FIRST, RANDOM, THREADS };
 /// Streams run each operation when it is issued, as late as a thread waits, or at random by a seed. Or the default
 /// stream of each device runs at once and all others late, or the other way round: a wait that one of them misses is
-/// seen.
+/// seen. THREADS: each stream has a thread, which runs its operations while the host goes on: for measured times.
 void set_schedule(Schedule schedule, uint64_t seed);
 Schedule schedule();
+/// Makes operations of a lane that are issued from now on take no less time than their bytes at this rate. 0: no bound.
+void set_pace(const std::string &lane, double bytes_per_s);
 
 enum Thread { MAIN, AUTOGRAD, OTHER, NUM_THREADS };
 Thread this_thread();
