@@ -80,7 +80,7 @@ def test_what_one_test_set_does_not_reach_the_next(sim: ModuleType) -> None:
 
 def test_a_schedule_that_does_not_exist(sim: ModuleType) -> None:
     for wrong in ("later", "random:x"):
-        with pytest.raises(ValueError, match="at_once, late, main_first, side_first or random:SEED"):
+        with pytest.raises(ValueError, match="at_once, late, main_first, side_first, threads or random:SEED"):
             sim.set_schedule(wrong)
 
 
