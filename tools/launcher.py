@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import gc
 import json
 import os
 import selectors
@@ -173,12 +172,6 @@ def give_back_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
     if trim is not None:
         trim(0)
-
-
-def leave_out_of_collections() -> None:
-    """Collects garbage, and leaves what is alive out of later collections, which would go over all objects of the libraries."""
-    gc.collect()
-    gc.freeze()
 
 
 def _set_threshold(num_bytes: int) -> None:

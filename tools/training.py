@@ -39,7 +39,6 @@ from tiermem.tools.launcher import (
     Job,
     give_back_free_memory,
     large_blocks_mapped,
-    leave_out_of_collections,
     resident_of,
 )
 from tiermem.tools.planned import Activations, Budget, budget_of, check_cap, meta_model, state_bytes, transformers
@@ -109,7 +108,6 @@ class Trainer:
                 self._warn(warn_of_disk(job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)))
                 before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
                 self._stop.may_unwind = False
-                leave_out_of_collections()
                 self._train(engine)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell

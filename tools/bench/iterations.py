@@ -39,7 +39,7 @@ from tiermem.swap.queue import Meter
 from tiermem.swap.tile_program import TileProgram
 from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.launcher import Job, large_blocks_mapped, leave_out_of_collections, resident_of
+from tiermem.tools.launcher import Job, large_blocks_mapped, resident_of
 from tiermem.tools.planned import check_cap
 from tiermem.tools.prediction import build_model
 from tiermem.tools.run_record import IoCounts, kernel_counts, median_limits
@@ -214,7 +214,6 @@ class Training(contextlib.AbstractContextManager["Training"]):
             )
             self._engine: Engine = tiermem.initialize(model=model, config=config)[0]
         self._python = StepPython()
-        leave_out_of_collections()
 
     def __exit__(self, *_: object) -> None:
         self._engine.close()
