@@ -55,8 +55,7 @@ class Slots:
     0. A failed write makes its bytes in that slot *lost* until the next write of them; lost bytes cannot be frozen. At first
     all bytes are in slot 0, and no freeze holds them.
 
-    The class computes with numbers only. Bisection finds a piece. The store's lock
-    guards it.
+    The class computes with numbers only. Bisection finds a piece. The store's lock guards it.
 
     Args:
         num_bytes: size of the entry, at least 1.
@@ -132,8 +131,6 @@ class Slots:
         return {slot for piece in self._pieces for _, slot in piece.holds}
 
     def _target(self, piece: _Piece, is_apart: bool) -> int:
-        if not piece.holds and not is_apart:
-            return piece.current
         held = {slot for _, slot in piece.holds}
         if piece.current not in held and not is_apart:
             return piece.current
