@@ -34,13 +34,7 @@ from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.card import NO_OTHER_WAY, Card, Chosen, Room, choose_config, recomputes, settle_by_cap
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.launcher import (
-    Channel,
-    Job,
-    give_back_free_memory,
-    large_blocks_mapped,
-    resident_of,
-)
+from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
 from tiermem.tools.planned import Activations, Budget, budget_of, check_cap, meta_model, state_bytes, transformers
 from tiermem.tools.prediction import (
     Measured,
