@@ -129,14 +129,15 @@ class Dropping(zoo.Tower):
 def test_weights_are_read_twice_and_gradients_written_once(tmp_path: Path) -> None:
     """The tolerance is what is read ahead at both ends of a step, and the embedding, which the tail's forward reads again.
 
-    No step goes on under a forward: what that one reads depends on the time that writes take.
+    Reading weights once more would cost 14 units. What is read ahead depends on the time that reads take; no step goes on
+    under a forward, as what that one reads depends on the time that writes take.
     """
     model = seeded(lambda: zoo.Tower(num_blocks=12))
     once, two, six, batches = (
         train(copy.deepcopy(model), order, num, "nvme", tmp_path, None, {"overlap": "none"}).of_last_step
         for order, num in (("batches", 1), ("layers", 2), ("layers", 6), ("batches", 2))
     )
-    tolerance, weights = 6 * six.largest_unit, 14 * six.largest_unit
+    tolerance, weights = 9 * six.largest_unit, 14 * six.largest_unit
     assert two.written == six.written == once.written
     assert abs(two.read - once.read) <= tolerance
     assert abs(six.read - once.read) <= tolerance
