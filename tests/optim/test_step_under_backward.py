@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -758,13 +759,21 @@ def test_an_engine_that_clips_starts_where_disk_bytes_leaves_no_room(
         assert train_engine(engine, range(3)) == losses
 
 
+def free_bytes(folder: Path) -> int:
+    return os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+
+
 def test_an_engine_that_clips_starts_on_a_disk_without_room(tmp_path: Path, mount: Callable[..., Path]) -> None:
     """The file system has what "forward" takes, and less than a slot more."""
     folder = mount("ext4", 64 << 20)
+    empty = free_bytes(folder)
     with opened_engine(folder, 1.0, {"overlap": "backward"}) as engine:
         plan = engine.shards.plan
     assert plan.attempt_disk_bytes
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    deadline = time.monotonic() + 60
+    while (free := free_bytes(folder)) < empty - plan.attempt_disk_bytes // 4:  # the kernel frees files in its own time
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     with open(folder / "others", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, free - plan.disk_bytes + plan.attempt_disk_bytes // 2)
     with opened_engine(folder, 1.0, {}) as engine:
@@ -779,7 +788,7 @@ def test_ranks_that_share_a_disk_leave_one_another_what_each_must_have(
 ) -> None:
     """The disk has room for both, and for the slot of one."""
     folder, plan = mount("ext4", 64 << 20), plan_of(tmp_path, "backward")
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    free = free_bytes(folder)
     least, slot = (free // 2) // 4096 * 4096 - (1 << 20), 8 << 20
     plan = dataclasses.replace(plan, disk_bytes=least + slot, attempt_disk_bytes=slot)
     meeting, told, found = threading.Barrier(2, timeout=60), dict[int, str](), dict[int, Any]()
