@@ -415,6 +415,23 @@ int tm_program_wait(tm_program *program, int64_t unit, int32_t is_written, int64
     return is_reached() && (unit >= 0 || !program->is_stopping) ? 0 : 1;
 }
 
+int tm_program_await(tm_program *program, uint64_t tile, int64_t timeout_ns) {
+    if (!program)
+        return -EINVAL;
+    if (program->owner != getpid())
+        return -EPIPE;
+    Lock lock(program->mutex);
+    if (tile >= program->tiles.size())
+        return -EINVAL;
+    const auto is_over = [&] { return program->phase != TM_PHASE_RUN; };
+    const auto is_stepped = [&] { return program->tiles[tile].is_stepped; };
+    if (timeout_ns != 0 && !is_stepped() && !is_over())
+        make_urgent(program, program->tiles[tile].unit);
+    if (!wait_until(program, &lock, timeout_ns, [&] { return is_over() || is_stepped(); }))
+        return -ETIMEDOUT;
+    return is_stepped() ? 0 : 1;
+}
+
 int tm_program_take(tm_program *program, uint64_t tile, void *to) {
     if (!program)
         return -EINVAL;

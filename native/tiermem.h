@@ -11,7 +11,7 @@
  *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_blocks_unpack · tm_blocks_pack · tm_gradient_store
  *            tm_isa_choose
  *   checksum tm_crc32c · tm_crc32c_combine · tm_crc32c_join
- *   program  tm_program_open · _begin · _run · _add · _next · _done · _wait · _take · _forget · _quiet · _stop
+ *   program  tm_program_open · _begin · _run · _add · _next · _done · _wait · _await · _take · _forget · _quiet · _stop
  *            tm_program_report · _close
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
@@ -534,6 +534,9 @@ int tm_program_done(tm_program *program, uint64_t tile, int32_t error);
  * Makes the unit urgent unless timeout_ns is 0. 0: so it is, or the run has no such tile; 1: the run has ended before;
  * -ETIMEDOUT. */
 int tm_program_wait(tm_program *program, int64_t unit, int32_t is_written, int64_t timeout_ns);
+
+/* The same for one tile of the run, until it has been stepped. Makes all of its unit urgent unless timeout_ns is 0. */
+int tm_program_await(tm_program *program, uint64_t tile, int64_t timeout_ns);
 
 /* Asks for a copy of a tile's new weights at `to` (weight_bytes of it), made when the tile is stepped, or at once while
  * its buffer holds them. 1: it is or will be made, unless the run ends before; tm_program_wait tells when. 0: the

@@ -262,15 +262,24 @@ class Program(Generic[T]):
 
     def wait(self, unit: int) -> None:
         """Blocks until every tile of a unit has been computed; they go before all others. Raises the error of the run."""
+        self._wait(lambda timeout_s: self._program().wait(unit, False, timeout_s))
+
+    def computed(self, unit: int) -> Iterator[T]:
+        """The tiles of a unit that the run under way changes, each when it has been computed: `wait`, piece by piece."""
         running = self._running
-        while running is not None:
+        for index, tile in running.of_unit.get(unit, ()) if running is not None else ():
+            self._wait(functools.partial(self._program().await_tile, index))
+            yield tile
+
+    def _wait(self, look: Callable[[float], bool | None]) -> None:
+        """Blocks until `look` is True; it is given the seconds that it may take. Raises the error of the run if it is False."""
+        running, found = self._running, None
+        while running is not None and not found:
             if not running.is_native and self._brought is None:
                 self._call_next(running, 0.0)
-            has_ended = self._program().wait(unit, False, SLICE_S if running.is_native else SLICE_S / 100)
-            if has_ended is False or running.is_cut:
+            found = look(SLICE_S if running.is_native else SLICE_S / 100)
+            if found is False or running.is_cut:
                 raise self._error(running, True)
-            if has_ended:
-                return
 
     def read(self, ranges: Sequence[Range], name: str, unit: int, priority: int = NORMAL) -> Move | RunRead:
         """Starts reading ranges of entries, as `TensorStore.read`; of bytes that a run changes, the new ones. Does not block.
@@ -320,7 +329,7 @@ class Program(Generic[T]):
             return
         start_ns = time.monotonic_ns()
         try:
-            while not (self._await(SLICE_S) if self._brought is not None else self._call_next(running, SLICE_S)):
+            while not self._call_next(running, SLICE_S):
                 pass
         except BaseException:
             if not running.is_native:
@@ -419,8 +428,9 @@ class Program(Generic[T]):
                 self._store.recorder.add(lane, work.name(tile), start_ns, time.monotonic_ns())
 
     def _call_next(self, running: Running[T], timeout_s: float) -> bool:
-        """Does the work of the next tile whose work is not native, or brings one. True: the run has ended."""
-        found = (program := self._program()).next(timeout_s)
+        """Does or brings what the next tile needs beside native work, unless a thread does. True: the run has ended."""
+        program = self._program()
+        found = program.next(timeout_s) if self._brought is None else program.wait(-1, True, timeout_s) is not None
         if not isinstance(found, tuple):
             return found
         index, buffer = found
@@ -456,8 +466,7 @@ class Program(Generic[T]):
         """Does what the next tile of a run needs beside native work. Blocks up to SLICE_S. True: the run has ended."""
         found = self._program().next(SLICE_S)
         if isinstance(found, tuple):
-            index, buffer = found
-            self._end_work(running, index, functools.partial(self._work_on, running, index, buffer))
+            self._end_work(running, found[0], functools.partial(self._work_on, running, *found))
         return found is True
 
     def _work_on(self, running: Running[T], index: int, buffer: int) -> None:
@@ -475,10 +484,6 @@ class Program(Generic[T]):
             running.causes.append(error)  # before the run ends
         finally:
             self._program().done(index, has_failed)
-
-    def _await(self, timeout_s: float) -> bool:
-        """Whether the run ends within the time."""
-        return self._program().wait(-1, True, timeout_s) is not None
 
     def _take(self, running: Running[T], wanted: Range, taken: list[int], rest: list[Range]) -> bool:
         """Asks for the tiles of a run that change a range: adds those that will be copied to `taken`, other bytes to `rest`.

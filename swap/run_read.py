@@ -61,6 +61,7 @@ class Running(Generic[T]):
     lane: str
     is_awaited: bool  # its caller does nothing but wait
     shown: dict[str, list[ShownBy]] = dataclasses.field(default_factory=dict)  # by entry
+    of_unit: dict[int, list[tuple[int, T]]] = dataclasses.field(default_factory=dict)  # its tiles with their indexes
     noted: set[int] = dataclasses.field(default_factory=set)  # tiles whose writes the store knows of
     causes: list[Exception] = dataclasses.field(default_factory=list)  # of tiles that were not brought
     is_cut: bool = False  # it failed before it was given all tiles
@@ -103,8 +104,9 @@ class Running(Generic[T]):
         self.work = work
 
     def show(self) -> None:
-        """Notes where reads find bytes of its tiles, when it has all of them."""
+        """Notes whose its tiles are, and where reads find their bytes, when it has all of them."""
         for index, each in enumerate(self.planned):
+            self.of_unit.setdefault(each.native.unit, []).append((index, each.tile))
             if (shown := each.shown) is not None:
                 self.shown.setdefault(shown.entry, []).append(ShownBy(index, shown.offset, shown.memory.num_bytes))
 

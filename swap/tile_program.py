@@ -179,6 +179,11 @@ class TileProgram:
         code = lib.tm_program_wait(self.handle, unit, is_written, int(timeout_s * 1e9))
         return None if code == -errno.ETIMEDOUT else check(code, f"waiting for unit {unit}") == 0
 
+    def await_tile(self, tile: int, timeout_s: float) -> bool | None:
+        """Whether a tile is stepped; None after timeout_s; False when the run ended before."""
+        code = lib.tm_program_await(self.handle, tile, int(timeout_s * 1e9))
+        return None if code == -errno.ETIMEDOUT else check(code, f"waiting for tile {tile}") == 0
+
     def take(self, tile: int, address: int) -> bool:
         """Asks for a tile's new weights at an address; False: read them from disk. Address 0 takes the request back."""
         to = ffi.cast("void *", address)

@@ -60,6 +60,7 @@ INTERPRETER = Row("interpreter and libraries", Tier.HOST, 360 << 20, "measured b
 MARGIN_BYTES = 32 << 20  # thread stacks, page tables, the queue, Python objects of a step
 MARGIN_PART = 0.03
 HEAP_PART = 0.30  # measured at 24 and 48 layers of 1024: 9.5 MB of heap for 7.35 MB saved, glibc 2.36
+_HEAP_WHY = f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"
 
 
 _LOGITS_WHOLE_BYTES = 256 << 20
@@ -216,29 +217,29 @@ class Activations(NamedTuple):
             kept_why = f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
         working = 2 * block if self.is_checkpointing else block
         logits, loss_why = self._loss()
-        heap = int(HEAP_PART * (kept + working + logits))
-        heap_why = f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"
-        work_why = "recomputed and " * self.is_checkpointing + "turned into gradients"
-        terms = [
-            ("activations", kept, kept_why),
-            ("one block at work", working, work_why),
-            ("logits and loss", logits, loss_why),
-            ("gradients in autograd", sizes.unit_numel * at_rest, f"largest unit: {sizes.unit_numel} x {at_rest} B"),
-        ]
+        of_block, of_largest = sizes.block_numel * at_rest, sizes.unit_numel * at_rest
+        terms = [("activations", kept, kept_why)]
+        if self.is_gpu:  # whose allocator gives the memory of the one peak to the other
+            peaks = {"one block": working + of_block, "logits and loss": logits + of_largest}
+            most, least = sorted(peaks, key=peaks.__getitem__, reverse=True)
+            most_why = f"{most} and gradients in autograd; {least} before or after: {format_bytes(peaks[least])}"
+            terms.append(("at work", peaks[most], most_why))
+            terms.append(("gradients leaving", max(2 * of_block, of_largest), "of two blocks, or of the largest unit"))
+        else:
+            terms += [
+                ("one block at work", working, "recomputed and " * self.is_checkpointing + "turned into gradients"),
+                ("logits and loss", logits, loss_why),
+                ("gradients in autograd", of_largest, f"largest unit: {sizes.unit_numel} x {at_rest} B"),
+                ("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
+                ("gradients before", of_block, "the last block's: freed, kept by the C library's heap"),
+                ("allocator", int(HEAP_PART * (kept + working + logits)), _HEAP_WHY),
+            ]
         if self.at_once is not None:
-            between_why = f"hidden states, later gradients, of {self.at_once} micro-batches and one"
-            terms.append(("between blocks", self.input_bytes + self._hidden_bytes, between_why))
+            why = f"hidden states, later gradients, of {self.at_once} micro-batches and one"
+            terms.append(("between blocks", self.input_bytes + self._hidden_bytes, why))
         if self.compute != self.precision:
             wide_why = f"the largest weight's in {self.compute}, before it is rounded to {self.precision}"
             terms.append(("wide gradient", sizes.weight_numel * element, wide_why))
-        on_cpu_only = [
-            ("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
-            ("gradients before", sizes.block_numel * at_rest, "the last block's: freed, kept by the C library's heap"),
-            ("allocator", heap, heap_why),
-        ]
-        leaving_why = "two blocks', on their way home while the next one's are computed"
-        on_gpu_only = [("gradients leaving", 2 * sizes.block_numel * at_rest, leaving_why)]
-        terms += on_gpu_only if self.is_gpu else on_cpu_only
         return [Row(what, tier, num_bytes, why) for what, num_bytes, why in terms]
 
     def placements(
@@ -272,9 +273,10 @@ class Activations(NamedTuple):
         if not has_chunked_loss(sizes, num_tokens):
             why = f"{num_tokens} x {sizes.vocabulary}: in {self.compute}, float, softmax, gradient"
             return num_tokens * sizes.vocabulary * (2 * element + 12), why
-        head = sizes.vocabulary * sizes.hidden * 2 * max(element, 4 if self.compute == "fp16" else element)
+        is_wider = self.compute == "fp16" or self.compute != self.precision  # than the gradient that autograd gets
+        head = sizes.vocabulary * sizes.hidden * (4 if self.compute == "fp16" else element) * is_wider
         chunks = CHUNK_BYTES // 4 * (2 * element + 12)
-        why = f"chunks of {CHUNK_BYTES} B in float; the head's gradient, twice"
+        why = f"chunks of {CHUNK_BYTES} B in float" + "; the head's gradient, before it is rounded" * is_wider
         return chunks + head + num_tokens * sizes.hidden * element, why
 
 

@@ -7,6 +7,7 @@ replays it with the sizes and rates of 8B on a card; test_measured_time.py with 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -73,11 +74,12 @@ class Marks:
         self.starts: list[int] = []  # of steps
         self.num_attempted = 0  # tiles
         self._by_unit: dict[int, list[int]] = defaultdict(list)
+        self._by_range: dict[tuple[int, int], int] = {}  # by unit and first element
         self._by_buffer: dict[int, int] = {}
         self._attempted: dict[Any, int] = {}  # tiles that are stepped beside what they replace, since when
         self._stepped: set[int] = set()  # units that the main thread knows to be stepped, in virtual time
         start, finish, attempt, commit = Program.start, Program.finish, Program.attempt, Program.commit
-        await_unit, bring = StepRun.await_unit, TilePass.bring
+        await_unit, stepped, bring = StepRun.await_unit, StepRun.stepped, TilePass.bring
 
         def started(program: Program[Any], *args: Any, **kwargs: Any) -> None:
             self.starts.append(sim.mark("start a step"))
@@ -108,6 +110,12 @@ class Marks:
                 self._await(self._by_unit[unit])
                 self._stepped.add(unit)
 
+        def stepped_in_turn(run: StepRun, unit: int) -> Iterator[slice]:
+            for part in stepped(run, unit):
+                self._await([self._by_range[unit, part.start]])
+                yield part
+            self._stepped.add(unit)
+
         def is_stepped(run: StepRun, unit: int) -> bool:
             """In virtual time this thread waits for each unit in turn, and no later one is stepped by then."""
             return not run.is_under_way or unit in self._stepped
@@ -121,6 +129,7 @@ class Marks:
             num_bytes = ways * (states + tile.slice_bytes) + tile.grad_bytes
             step = sim.mark(f"step {tile.entry}", "cpu", num_bytes, flops=tile.numel)
             self._by_unit[tile.live.unit.index].append(step)
+            self._by_range[tile.live.unit.index, tile.start] = step
             self._by_buffer[slot.offset] = step
 
         monkeypatch.setattr(Program, "start", started)
@@ -128,6 +137,7 @@ class Marks:
         monkeypatch.setattr(Program, "commit", committed)
         monkeypatch.setattr(Program, "finish", finished)
         monkeypatch.setattr(StepRun, "await_unit", awaited)
+        monkeypatch.setattr(StepRun, "stepped", stepped_in_turn)
         monkeypatch.setattr(StepRun, "is_stepped", is_stepped)
         monkeypatch.setattr(TilePass, "bring", brought)
 
@@ -172,6 +182,11 @@ class Training:
             torch.accelerator.synchronize("sim")
         self._optim.step(max_norm=self._max_norm)
         self._optim.zero_grad()
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """On the CPU, by name."""
+        return {name: value.cpu() for name, value in self._model.state_dict().items()}
 
     @property
     def numel(self) -> int:

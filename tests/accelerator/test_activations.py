@@ -169,3 +169,21 @@ def test_cpu_checkpointing_sends_inputs_of_checkpointed_blocks_to_host(sim: Modu
             engine.step()
             engine.close()
     assert moved[1] - moved[0] == 3 * INPUT_BYTES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_loss_in_chunks_takes_the_gradient_of_its_weight_once(dtype: torch.dtype, sim: ModuleType) -> None:
+    hidden, weight = (torch.randn(n, 96, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (300, 5000))
+    targets = torch.arange(300) * 7
+    leaves = [each.to("sim").requires_grad_() for each in (hidden, weight)]
+    sim.synchronize()
+    before = sim.memory_allocated("sim")
+    sim.reset_peak_memory_stats("sim")
+    tiermem.chunked_cross_entropy(*leaves, targets.to("sim"), chunk_tokens=7).backward()
+    chunk_bytes = 7 * 5000 * (2 * dtype.itemsize + 12)
+    most = before + weight.nbytes + 2 * hidden.nbytes + chunk_bytes + (64 << 10)
+    assert before + weight.nbytes < sim.max_memory_allocated("sim") < most < before + 2 * weight.nbytes
+    on_cpu = [each.clone().requires_grad_() for each in (hidden, weight)]
+    tiermem.chunked_cross_entropy(*on_cpu, targets, chunk_tokens=7).backward()
+    for here, there in zip(on_cpu, leaves, strict=True):
+        assert here.grad is not None and there.grad is not None and torch.equal(here.grad, there.grad.cpu())

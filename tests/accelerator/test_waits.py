@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
-from twins import Tower, loss_of, seeded
+from twins import Tower, assert_same_tensors, loss_of, seeded
 
 import tiermem
 from accelerator.fixture import WHY_SKIPPED
+from accelerator.iteration import Sizes, Training
 from accelerator.waits import GRADIENTS_THERE, HOMES, THERE, Counts, count
 from tiermem import OffloadPolicy, Tier
+from tiermem.optim.tile import Tile
+from tiermem.optim.tile_step import TilePass
+from tiermem.swap.arena import Slot
 from tiermem.swap.move import Move
+from tiermem.zero.unit_state import LiveUnit
 
 NONE = {"main": 0, "autograd": 0}
 STEPPED_THERE: dict[str, dict[str, Any]] = {
@@ -153,3 +158,40 @@ def test_norms_on_the_device_are_those_of_the_elements(sim: ModuleType) -> None:
         expected = [grad.clone().cpu().double().norm() for grad in grads]
         for one, other, of_elements in zip(together, alone, expected, strict=True):
             assert one.item() == other.item() == pytest.approx(of_elements.item(), rel=1e-6)
+
+
+def test_what_is_stepped_is_copied_while_the_rest_of_its_unit_is(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step the last tile of a block is stepped after the others have been copied to the device."""
+    sizes = Sizes(width=130, layers=3, vocabulary=64, rows=8, tile_numel=4096)
+    due, copied, num_steps = set[int](), threading.Event(), [0]
+    fill, bring = LiveUnit._fill, TilePass.bring
+
+    def filling(live: LiveUnit, shard: torch.Tensor, part: slice, copies: torch.Stream) -> None:
+        fill(live, shard, part, copies)
+        due.discard(shard[part].data_ptr())
+        if num_steps[0] == 2 and not due:
+            copied.set()
+
+    def bringing(work: TilePass, tile: Tile, slot: Slot) -> None:
+        if tile.live.unit.name == "layers.1" and tile.start == 0:
+            num_steps[0] += 1
+            assert tile.live.shard is not None
+            due.update(piece.data_ptr() for piece in tile.live.shard.split(4096)[:4])
+        if (tile.live.unit.name, tile.start, num_steps[0]) == ("layers.1", 4 * 4096, 2):
+            assert copied.wait(20)
+        bring(work, tile, slot)
+
+    def weights_of(overlap: str) -> dict[str, torch.Tensor]:
+        with Training(sizes, overlap, 0.5) as training:
+            for _ in range(3):
+                training.iterate()
+            training.quiet()
+            return training.weights
+
+    expected = weights_of("none")
+    monkeypatch.setattr(LiveUnit, "_fill", filling)
+    monkeypatch.setattr(TilePass, "bring", bringing)
+    assert_same_tensors(weights_of("forward"), expected)
+    assert copied.is_set()

@@ -415,17 +415,22 @@ static void test_brought_tiles_are_stepped_when_all_is_there(bool has_transfers)
     }
     CHECK_EQUAL(tm_program_run(world.program, nullptr, 0, 0, run.tiles.data(), 4, 4, TM_NORMAL, 0), -ENOBUFS);
     CHECK_EQUAL(tm_program_run(world.program, buffers, 2, room, run.tiles.data(), 4, 4, TM_NORMAL, 0), 0);
-    CHECK_EQUAL(tm_program_wait(world.program, 1, 0, 1), -ETIMEDOUT); // its tiles are urgent now
+    CHECK_EQUAL(tm_program_await(world.program, 3, 1), -ETIMEDOUT); // all tiles of its unit are urgent now
+    CHECK_EQUAL(tm_program_await(world.program, 4, 1), -EINVAL);
+    CHECK_EQUAL(tm_program_await(nullptr, 0, 1), -EINVAL);
     std::vector<uint64_t> brought;
     uint64_t tile;
     int32_t buffer;
     while (tm_program_next(world.program, -1, &tile, &buffer) == 0) {
         CHECK_EQUAL(tm_program_wait(world.program, (int64_t)(tile / 2), 0, 0), -ETIMEDOUT);
         memcpy((char *)buffers[buffer] + TILE, &world.grads[tile * NUMEL], 4 * NUMEL);
+        CHECK_EQUAL(tm_program_await(world.program, tile, 0), -ETIMEDOUT);
         CHECK_EQUAL(tm_program_done(world.program, tile, 0), 0);
+        CHECK_EQUAL(tm_program_await(world.program, tile, -1), 0);
         brought.push_back(tile);
     }
     CHECK_EQUAL(brought.size(), 4);
+    CHECK(brought[0] / 2 == 1 || brought[1] / 2 == 1);
     CHECK_EQUAL(run.wait(), 0);
     for (uint32_t i = 0; i < 4; ++i)
         if (has_transfers)

@@ -432,6 +432,50 @@ def test_a_unit_can_be_awaited_while_others_are_stepped(
     program.close()
 
 
+class HeldBack(Momentum):
+    """One tile's gradients are brought when `held` is set."""
+
+    held_tile = "tile 3"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.held = threading.Event()
+
+    def unit(self, tile: str) -> int:
+        return int(tile.split()[1]) // 5
+
+    def bring(self, tile: str, slot: Slot) -> None:
+        if tile == self.held_tile:
+            assert self.held.wait(60)
+        super().bring(tile, slot)
+
+
+@pytest.mark.parametrize("home", [Tier.NVME, Tier.HOST])
+def test_tiles_of_a_unit_are_given_when_each_is_computed(store: TensorStore, workers: Workers, home: Tier) -> None:
+    names = put(store, 10, home)
+    program: Program[str] = Program(store, Pool(store.arena, 2 * TILE_BYTES, 2, "tiles"), workers)
+    assert list(program.computed(0)) == []  # no run is under way
+    work = HeldBack(store, workers, brought=names)
+    program.start(names, work)
+    given = program.computed(0)
+    assert [next(given) for _ in range(3)] == names[:3]
+    assert not program.is_stepped(0)
+    work.held.set()
+    assert list(given) == names[3:5] and program.is_stepped(0)
+    assert list(program.computed(1)) == names[5:]
+    program.finish()
+    check(store, names, [1] * 10, workers)
+    work = HeldBack(store, workers, brought=names, fails_at=names[3])
+    work.held.set()
+    program.start(names, work)
+    given = program.computed(0)
+    assert next(given) == names[0]
+    with pytest.raises(OSError, match="stepping 'tile 3'"):
+        list(given)
+    program.drop()
+    program.close()
+
+
 def ranges_of(names: Sequence[str], numbers: Sequence[int], buffers: Sequence[torch.Tensor]) -> list[Range]:
     return [(names[number], 0, buffer) for number, buffer in zip(numbers, buffers, strict=False)]
 

@@ -65,11 +65,11 @@ def test_logits_of_a_long_sequence_take_a_chunk_of_the_plan() -> None:
     short, long = (
         next(
             row
-            for row in Activations(sizes, num_tokens, "bf16", "bf16", True, True).rows()
+            for row in Activations(sizes, num_tokens, "bf16", "bf16", True, False).rows()
             if row.what == "logits and loss"
         )
         for num_tokens in (512, 8192)
     )
     assert short.num_bytes == 512 * 128_000 * 16
-    assert long.num_bytes < (64 << 20) * 4 + 128_000 * 32 * 4 + 8192 * 32 * 2 + 1
+    assert long.num_bytes == (64 << 20) * 4 + 8192 * 32 * 2
     assert "chunks" in long.why

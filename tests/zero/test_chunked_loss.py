@@ -96,6 +96,16 @@ def test_no_target_that_counts_gives_torchs_nan_and_frozen_weights_no_gradient()
         assert not tiermem.chunked_cross_entropy(hidden, weight, targets_of()).requires_grad
 
 
+def test_a_second_backward_of_one_loss_is_refused_in_words() -> None:
+    hidden, weight, _ = given()
+    loss = tiermem.chunked_cross_entropy(hidden, weight, targets_of())
+    loss.backward(retain_graph=True)
+    found = hidden.grad.clone()
+    with pytest.raises(RuntimeError, match="has one backward, which scales its gradients in place"):
+        loss.backward()
+    assert torch.equal(hidden.grad, found)
+
+
 class _Largest(TorchDispatchMode):
     """Elements of the largest tensor that an operation makes."""
 

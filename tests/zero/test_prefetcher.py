@@ -6,6 +6,8 @@ import math
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from tiermem.zero.prefetcher import Limits, Order, Prefetcher
 from tiermem.zero.unit_state import UnitState
 
@@ -81,6 +83,25 @@ def test_units_are_read_and_gathered_ahead_in_the_expected_order() -> None:
         *("gather 0", "land 0", "gather 1"),
         *("read 2", "land 1", "gather 2"),
     ]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_accelerator_keeps_the_unit_whose_maths_may_still_run(is_late: bool) -> None:
+    """Unit 0 is used again before unit 1. Its buffer is free at once, that of unit 1 when its maths has ended."""
+    log = list[str]()
+    units = [PlayedUnit(index, log) for index in range(3)]
+    prefetcher = Prefetcher(units, Order(range(3)), Limits(2, True, 3, 0.0, math.inf, math.inf, is_late))
+    prefetcher.order.begin("training", has_backward=False)
+    for index in (0, 1, 2, 0, 1):
+        prefetcher.acquire(units[index])
+        prefetcher.release(units[index])
+    prefetcher.end_pass()
+    log.clear()
+    prefetcher.order.begin("training", has_backward=False)
+    for index in (0, 1, 2):
+        prefetcher.acquire(units[index])
+        prefetcher.release(units[index])
+    assert [each for each in log if "drop" in each][-1] == ("drop 0" if is_late else "drop 1")
 
 
 def test_a_unit_that_is_needed_at_once_gets_the_stage_of_a_read_that_can_wait() -> None:

@@ -135,8 +135,14 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        try:
+            grads = ctx.saved_tensors
+        except RuntimeError as error:
+            raise RuntimeError(
+                "a loss of chunked_cross_entropy has one backward, which scales its gradients in place: compute the loss again"
+            ) from error
         scaled = [
-            None if grad is None else (grad * factor.to(grad.dtype)).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if grad is None else grad.mul_(factor.to(grad.dtype)).to(dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
         return (*scaled, None, None, None, None)

@@ -186,7 +186,6 @@ class LayerwisePasses:
 
         differentiate: calls `backward` on a loss.
         """
-        self._hooks.begin_backward()
         losses, ended = [], set[LiveUnit]()
         for micro in self._micros:
             losses.append(self._run_tail(micro, differentiate))
@@ -260,6 +259,8 @@ class LayerwisePasses:
         micro.at_start.apply(self._device)
         loss: torch.Tensor = Walk(self._chain, micro.compute).through(arrive)
         micro.random = _Random.now(self._device)
+        if micro.number == 0:
+            self._hooks.begin_backward()  # not sooner: the last step may go on under the first tail's forward
         differentiate(loss)
         self._hooks.answer_held()
         micro.grad = hidden.grad

@@ -271,6 +271,8 @@ class Limits(NamedTuple):
     """In full layouts at once: max_live_numel."""
     reuse_numel: float
     """A released unit whose next use is farther ahead is evicted at once: max_reuse_numel."""
+    is_late: bool = False
+    """Whether the maths of a released unit may still run: an accelerator does what it was given when it comes to it."""
 
 
 def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
@@ -283,6 +285,7 @@ def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
         ahead_numel=0 if policy.gather_way == "single" else ahead,  # single: only units in use are in memory
         live_numel=policy.max_live_numel or math.inf,
         reuse_numel=math.inf if policy.max_reuse_numel is None else policy.max_reuse_numel,
+        is_late="units" in plan.on_device,
     )
 
 
@@ -314,6 +317,7 @@ class Prefetcher(Generic[T]):
         self._full: dict[int, T] = {}  # units that have a full layout, or a buffer for it
         self._full_numel = 0
         self._staged: dict[int, T] = {}  # units in READING whose gather has not begun
+        self._last: T | None = None  # the unit that was used last
         self._has_reads = any(live.reads for live in units)
 
     def acquire(self, live: T | None = None, may_gather: bool = True) -> None:
@@ -333,6 +337,7 @@ class Prefetcher(Generic[T]):
             except BaseException:
                 self._evict(each)
                 raise
+        self._last = live or self._last
 
     def release(self, live: T, may_evict: bool = True) -> None:
         """Removes a user of a unit. Without users it may be evicted: now if its next use is beyond reuse_numel."""
@@ -486,12 +491,15 @@ class Prefetcher(Generic[T]):
         return True
 
     def _farthest(self, among: dict[int, T]) -> tuple[T | None, float]:
-        """The unit without users whose next use is farthest ahead, and the number of uses before it."""
-        found, farthest = None, -1.0
-        for index, live in among.items():
-            if not live.num_users and (distance := self.order.distance(index)) > farthest:
-                found, farthest = live, distance
-        return found, farthest
+        """The unit without users whose next use is farthest ahead, and the number of uses before it.
+
+        Who follows a unit in its buffer waits for its maths. So the unit that was used last goes only if it is the only one.
+        """
+        idle = [(self.order.distance(index), live) for index, live in among.items() if not live.num_users]
+        if self._limits.is_late and len(idle) > 1:
+            idle = [each for each in idle if each[1] is not self._last]
+        distance, found = max(idle, key=lambda each: each[0], default=(-1.0, None))
+        return found, distance
 
     def _refuse(self, live: T) -> None:
         busy = ", ".join(other.unit.name for other in self._full.values() if other.num_users and other is not live)

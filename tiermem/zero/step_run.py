@@ -123,6 +123,14 @@ class StepRun:
         """Blocks until a unit's weights in memory are those of the last step. Raises the error of the run."""
         self._program.wait(unit)
 
+    def stepped(self, unit: int) -> Iterator[slice]:
+        """The elements of a unit's shard in memory that the step under way changes, each range when it has been stepped.
+
+        Blocks before each as `await_unit`. Nothing: the unit has been stepped, or no step changes it.
+        """
+        for tile in () if self.is_stepped(unit) else self._program.computed(unit):
+            yield slice(tile.start, tile.start + tile.numel)
+
     def read(self, ranges: Sequence[Range], name: str, unit: int, priority: int = NORMAL) -> Move | RunRead:
         """Starts reading a unit's weights of the last step, as `TensorStore.read`. Does not block, in any thread."""
         return self._program.read(ranges, name, unit, priority)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,9 @@ class UnitState(enum.Enum):
     COPYING = enum.auto()  # its full layout on the accelerator; the shard is being copied into it
     PRESENT = enum.auto()  # its full layout, which the parameters show
 
+
+_COPIED_NUMEL = 1 << 24
+"""A shard is copied to an accelerator in pieces of so many elements, so that what is needed sooner passes between them."""
 
 _STATUS = {UnitState.HOME: ZeroParamStatus.NOT_AVAILABLE, UnitState.PRESENT: ZeroParamStatus.AVAILABLE}
 
@@ -213,19 +216,19 @@ class LiveUnit:
     def copy(self) -> None:
         """HOME -> COPYING: starts the copy of a unit that rests in host memory to the accelerator. Waits until it is stepped.
 
-        On a CPU it widens a shard that rests in memory, and blocks; a unit in place is there.
+        What is stepped is copied while the rest is stepped. On a CPU it widens a shard that rests in memory, and blocks; a unit
+        in place is there.
         """
         self._check(UnitState.COPYING, UnitState.HOME)
-        self._passage.steps.await_unit(self.unit.index)
+        assert self.shard is not None
         if self._passage.copies is None:
-            assert self.shard is not None
+            self._passage.steps.await_unit(self.unit.index)
             self.memory.allocate_slot()
             self.memory.full.copy_(self.shard)  # of a unit in place to itself, which does nothing
         else:
-            assert self.shard is not None
             self._passage.await_written(self.shard)
             self.memory.allocate()
-            copied = self._copy()
+            copied = self._copy(self._passage.steps.stepped(self.unit.index))
             self.memory.note_home_read(copied)
             self._end_filling(copied)
         self._become(UnitState.COPYING)
@@ -422,15 +425,32 @@ class LiveUnit:
         recorder.add("wait", f"gather {name}", wait_ns, end_ns)
         recorder.add("gather", name, gathering.start_ns, end_ns, self.unit.full_bytes)
 
-    def _copy(self) -> torch.Event:
-        """Starts the copy of the shard to the accelerator; returns its end. Also called on a helper thread."""
+    def _copy(self, ranges: Iterable[slice] = ()) -> torch.Event:
+        """Starts the copy of the shard to the accelerator; returns its end. Also called on a helper thread.
+
+        ranges: of its elements. Each is copied before the next one is asked for, and the rest at the end.
+        """
         shard, copies = self.shard if self.shard is not None else self._staged(), self._passage.copies
         assert copies is not None and shard is not None
         with on(copies):
             self.memory.begin_filling()
-            self.memory.travels.copy_(shard, non_blocking=True)
+        taken = []
+        for part in ranges:
+            self._fill(shard, part, copies)
+            taken.append(part)
+        done = 0
+        for part in [*sorted(taken, key=lambda part: part.start), slice(shard.numel(), None)]:
+            self._fill(shard, slice(done, part.start), copies)
+            done = part.stop
+        with on(copies):
             widen(self.memory.full, self.memory.travels)
             return record(copies)
+
+    def _fill(self, shard: torch.Tensor, part: slice, copies: torch.Stream) -> None:
+        with on(copies):
+            for start in range(part.start, part.stop, _COPIED_NUMEL):
+                piece = slice(start, min(start + _COPIED_NUMEL, part.stop))
+                self.memory.travels[piece].copy_(shard[piece], non_blocking=True)
 
     def _end_staged(self) -> None:
         """Waits until the helper thread has started the copy out of the stage, and gives the stage back."""
