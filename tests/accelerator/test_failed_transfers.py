@@ -15,6 +15,9 @@ from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.optim.tile import Tile
+from tiermem.optim.tile_step import TilePass
+from tiermem.swap.arena import Slot
 from tiermem.swap.errors import CorruptionError
 from tiermem.swap.store import TensorStore
 from tiermem.zero.gradient_store import GradientStore
@@ -152,3 +155,38 @@ def test_a_unit_is_dropped_only_when_the_thread_that_starts_its_copy_has_done_so
         goes_on.set()
         dropping.join()
         assert was_waiting and live.state is UnitState.HOME
+
+
+def test_a_step_that_fails_amid_a_unit_is_raised_at_its_copy_and_loses_no_slot(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tiles of the unit have been copied; the forward that needs it raises, and the model says that it is torn."""
+    bring, fill, copied, is_due = TilePass.bring, LiveUnit._fill, threading.Event(), [False]
+
+    def failing(work: TilePass, tile: Tile, slot: Slot) -> None:
+        if is_due[0] and tile.live.unit.name == "layers.2" and tile.start == 4096:
+            assert copied.wait(20)
+            raise ValueError("no gradients")
+        bring(work, tile, slot)
+
+    def filling(live: LiveUnit, shard: torch.Tensor, part: slice, copies: torch.Stream) -> None:
+        fill(live, shard, part, copies)
+        if is_due[0] and live.unit.name == "layers.2" and part == slice(0, 4096):
+            copied.set()
+
+    monkeypatch.setattr(TilePass, "bring", failing)
+    monkeypatch.setattr(LiveUnit, "_fill", filling)
+    sim.set_schedule("late")
+    fields = {"params": Tier.HOST, "grads": Tier.DEVICE, "tile_numel": 4096, "overlap": "forward", "unit_buffers": 2}
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(tmp_path, **fields), device="sim") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        trained(model, optim, [0])
+        is_due[0] = True
+        with pytest.raises(OSError, match=r"stepping .*layers\.2") as caught:
+            trained(model, optim, [1, 2])
+        assert str(caught.value.__cause__) == "no gradients"
+        with pytest.raises(RuntimeError, match="failed half-way"):
+            shards.check_whole()
+        assert shards.prefetcher._full.keys() <= {live.unit.index for live in shards.units if live.is_present}
+    assert helpers() == [] and sim.registered().num_ranges == 0

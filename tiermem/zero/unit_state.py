@@ -228,8 +228,10 @@ class LiveUnit:
         else:
             self._passage.await_written(self.shard)
             self.memory.allocate()
-            copied = self._copy(self._passage.steps.stepped(self.unit.index))
-            self.memory.note_home_read(copied)
+            try:
+                copied = self._copy(self._passage.steps.stepped(self.unit.index))
+            finally:
+                self.memory.note_home_read(record(self._passage.copies))
             self._end_filling(copied)
         self._become(UnitState.COPYING)
 
