@@ -57,7 +57,8 @@ def test_a_recording_has_the_operations_and_tiles_of_a_run(
     """By lane, name, bytes and arithmetic. Streams with threads run them in another order, and no virtual time helps them.
 
     by_layer: three micro-batches go through the model block by block; else one. A run fetches some units once more: a unit that
-    was fetched for one pass has left its buffer for another, as steps happened to end.
+    was fetched for one pass has left its buffer for another, as steps happened to end. That decides into how many pieces the
+    copy of a unit is cut, too.
     """
     sizes = Sizes(width=160, layers=6, vocabulary=61, rows=210, tile_numel=8192)
     numel, num_tiles = 6 * 7 * 4096 + 2 * 3 * 4096, 6 * 4 + 2 * 2  # with the padding of units; the last tile is a half
@@ -84,9 +85,8 @@ def test_a_recording_has_the_operations_and_tiles_of_a_run(
     assert (marks.num_attempted > 0) == (overlap == "backward")
     found = sim.recording()
     assert _operations(planned) == _operations(found)
-    assert _copies(planned).keys() == _copies(found).keys()
-    assert _copies(planned).total() == pytest.approx(_copies(found).total(), rel=0.2)
-    num_bytes = {lane: sum(entry["bytes"] for entry in found if entry.get("lane") == lane) for lane in _LINK}
+    num_bytes = _bytes(found)
+    assert _bytes(planned)["to device"] == pytest.approx(num_bytes["to device"], rel=0.2)
     assert num_bytes == {lane: copied[f"{lane.replace(' ', '_')}_bytes"] for lane in _LINK}
     least = (
         3 * 2 * (6 * 160 * 160 + 2 * 61 * 160) + by_layer * 3 * 3 * 5 * 2 * 210 * 160
@@ -106,9 +106,9 @@ def _operations(entries: Sequence[Any]) -> Counter[Any]:
     )
 
 
-def _copies(entries: Sequence[Any]) -> Counter[int]:
-    """How many to the device, by their bytes."""
-    return Counter(entry["bytes"] for entry in entries if entry.get("lane") == "to device")
+def _bytes(entries: Sequence[Any]) -> dict[str, int]:
+    """What crosses the link, each way."""
+    return {lane: sum(entry["bytes"] for entry in entries if entry.get("lane") == lane) for lane in _LINK}
 
 
 # ---- and how long it takes -------------------------------------------------------------------------------------------
