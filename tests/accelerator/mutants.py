@@ -89,7 +89,8 @@ MUTANTS = {
         UnitMemory, "await_home", "self._home_read.synchronize()", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "the last event of a copy is forgotten": Mutant(
-        LiveUnit, "copy", "self.memory.note_home_read(record(self._passage.copies))", "pass", "loaded_while_copies_are_pending", "host"
+        LiveUnit, "copy", "self.memory.note_home_read(record(self._passage.copies))", "pass",
+        "loaded_while_copies_are_pending", "host"
     ),
     "a buffer is given back while it is copied": Mutant(
         StagedRead, "_begin", "self._after.synchronize()", "pass", "plain", "nvme"
