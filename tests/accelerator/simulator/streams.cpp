@@ -75,6 +75,7 @@ c10::Stream stream_of(int device, int64_t number) {
 bool run_first(Queue &queue, std::unique_lock<std::mutex> &lock, bool may_block) {
     queue.is_running = true;
     Operation &first = queue.operations.front();
+    const bool is_threaded = all.schedule == Schedule::THREADS;
     lock.unlock();
     bool is_finished = true;
     try {
@@ -89,6 +90,8 @@ bool run_first(Queue &queue, std::unique_lock<std::mutex> &lock, bool may_block)
         if (!all.failure)
             all.failure = std::current_exception();
     }
+    if (is_threaded && is_finished)
+        std::exchange(first.run, {}); // what it uses is free before another thread sees its end
     Operation finished;
     lock.lock();
     if (is_finished) {
