@@ -222,7 +222,7 @@ class Activations(NamedTuple):
         if self.is_gpu:  # whose allocator gives the memory of the one peak to the other
             peaks = {"one block": working + of_block, "logits and loss": logits + of_largest}
             most, least = sorted(peaks, key=peaks.__getitem__, reverse=True)
-            most_why = f"{most} and gradients in autograd; {least} before or after: {format_bytes(peaks[least])}"
+            most_why = f"{most}, with gradients in autograd; {least} before or after: {format_bytes(peaks[least])}"
             terms.append(("at work", peaks[most], most_why))
             terms.append(("gradients leaving", max(2 * of_block, of_largest), "of two blocks, or of the largest unit"))
         else:

@@ -20,7 +20,7 @@ from accelerator.iteration import Marks, Model, Sizes, policy_of, record
 from tiermem import Tier
 from tiermem.tools.card import Card
 from tiermem.tools.planned import Activations
-from tiermem.tools.presets import ModelSizes
+from tiermem.tools.presets import ModelSizes, llama
 from tiermem.zero import unit_state
 from tiermem.zero.budget import make_plan
 from tiermem.zero.plan import Plan, Planner
@@ -34,16 +34,7 @@ INPUT_BYTES = SIZES.rows * SIZES.width * 2
 SCALE = 218e6 / SIZES.width**2
 NUMEL = SIZES.layers * 218e6 + 2 * SIZES.vocabulary * SIZES.width * SCALE
 LLAMA = ModelSizes.of(
-    {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": SIZES.layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-    }
+    llama(4096, 14336, SIZES.layers, 32, 128256) | {"num_key_value_heads": 8, "tie_word_embeddings": False}
 )
 MICRO_TOKENS = 4096
 HOST_BYTES, CONTEXT_BYTES = 58 << 30, 500 << 20

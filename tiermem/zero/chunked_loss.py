@@ -6,8 +6,8 @@
 
 Logits take tokens x vocabulary x 4 bytes, three times over with their gradient: 12 GiB for 8192 tokens and 128k words. Those
 of a chunk take 64 MiB, or what the caller says. Gradients are computed in forward, while the logits are there, and scaled in
-backward. So the weight is read once: a sharded one is fetched for the forward of the loss, and backward needs the memory of its
-gradient alone.
+place in backward. So the weight is read once: a sharded one is fetched for the forward of the loss, and backward needs the
+memory of its gradient alone.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def chunked_cross_entropy(
 
     Raises:
         ValueError: shapes that do not go together, another reduction, or chunk_tokens below 1.
+        RuntimeError: in a second backward of the loss, since the first scales the gradients in place.
     """
     given = (hidden, weight, targets, bias)
     if has_torch_function(given):
