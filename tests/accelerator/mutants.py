@@ -51,7 +51,7 @@ MUTANTS = {
         UnitMemory, "use", "stream.wait_event(self._filled)", "pass", "plain", "host"
     ),
     "the copy does not wait for the memory that it fills": Mutant(
-        UnitMemory, "begin_filling", "stream.wait_event(self._allocated)", "pass", "plain", "host"
+        UnitMemory, "begin_filling", "stream.wait_event(self._allocated)", "pass", "two_streams_one_backward", "host"
     ),
     "memory is freed while compute uses it": Mutant(
         UnitMemory, "free", "self._owner.wait_event(self._ends[number])", "pass", "plain", "host"
