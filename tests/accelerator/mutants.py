@@ -197,10 +197,6 @@ MUTANTS = {
     "weights are stepped by the CPU before they have come from the device": Mutant(
         TilePass, "bring", "copied.synchronize()", "pass", "widened", "states on host"
     ),
-    "a part of a unit is copied before it is stepped": Mutant(
-        Program, "computed", "self._wait(functools.partial(self._program().await_tile, index))", "pass", "plain",
-        "host, gradients on device",
-    ),
     "a forward reads weights that the CPU has stepped before they are back": Mutant(
         TilePass, "_step_far", "left.synchronize()", "pass", "widened", "states on host"
     ),
