@@ -81,8 +81,8 @@ class IoSettings:
     """"auto", "uring", "aio" or "threads"."""
     block_bytes: int = 1 << 20
     """Transfers are split into blocks of this size."""
-    depth: int = 32
-    """Blocks in flight, on each path."""
+    depth: int = 64
+    """Blocks in flight, on each path, of reads and writes together."""
     threads: int = 0
     """Of the threads engine; 0 lets it choose."""
     single_submit: bool = False
