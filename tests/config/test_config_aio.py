@@ -59,9 +59,9 @@ def test_spellings_that_agree_are_one() -> None:
         ({"queue_depth": 8, "intra_op_parallelism": 1}, 8),
         ({"queue_depth": 8, "intra_op_parallelism": 6}, 48),
         ({"queue_depth": 4096, "intra_op_parallelism": 1}, 4096),
-        ({"intra_op_parallelism": 2}, 32),
-        ({"intra_op_parallelism": 5}, 40),
-        ({}, 32),
+        ({"intra_op_parallelism": 2}, 64),
+        ({"intra_op_parallelism": 12}, 96),
+        ({}, 64),
     ],
 )
 def test_each_thread_keeps_queue_depth_requests_in_flight(aio: dict[str, int], depth: int) -> None:
