@@ -142,7 +142,7 @@ def test_the_grid_spans_blocks_depths_and_engines_within_bounds() -> None:
     assert all(io.threads == io.depth <= 32 for io in grid if io.engine == "threads")
     assert len(set(grid)) == len(grid)
     assert grid[-1] == IoSettings()
-    assert IoSettings("uring", MIB, 32, 1) not in grid  # the defaults by another name
+    assert IoSettings("uring", MIB, IoSettings().depth, 1) not in grid  # the defaults by another name
 
 
 def test_a_small_file_bounds_what_is_in_flight() -> None:
