@@ -178,7 +178,7 @@ def test_training_on_a_card_that_is_too_small_is_refused_before_the_model_is_bui
     """Slow: test_card.py holds the refusal and its arithmetic, and the test below that a trainer's refusal is one line."""
     line = refused(tmp_path)
     assert line.startswith("tiermem train: the accelerator has too little memory: 13.4 MiB - ")
-    assert "(logits and loss)" in line and "and the smallest plan needs" in line
+    assert "(at work)" in line and "and the smallest plan needs" in line
     assert (
         "give a --batch below 8, a --seq below 128, --checkpointing or --offload cpu, or name tiermem.device_bytes"
         in line
