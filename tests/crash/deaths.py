@@ -49,10 +49,8 @@ PLANS = (
     Plan(durability="step", save_every=1, keep=2, precision="tiny", num_steps=3, overlap="none"),
     Plan(copies=True, precision="exact", save_every=1, num_steps=3),
     Plan(keep=2, save_every=1, num_steps=3, tile_numel=8192),
-    Plan(
-        durability="step", save_every=0, num_steps=8, overlap="backward", clipping=64.0
-    ),  # clips what it has attempted once
-    Plan(save_every=3, num_steps=8, overlap="backward", clipping=64.0, precision="exact", params="cpu"),
+    Plan(durability="step", save_every=0, num_steps=8, overlap="backward", clipping=100.0, steep=5),  # undoes one step
+    Plan(save_every=3, num_steps=8, overlap="backward", clipping=100.0, steep=5, precision="exact", params="cpu"),
     Plan(durability="step", save_every=3, keep=2, num_steps=7, params="cpu"),  # weights go to a file of the commit
 )
 

@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     engine: str = "auto"
     overlap: str = "auto"
     clipping: float = 1.0
+    steep: int | None = None  # after so many steps comes one with four times its gradients
     params: str = "nvme"
 
 
@@ -107,7 +108,8 @@ def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> N
     while engine.global_steps < plan.num_steps:
         begin("window" if num_redone == engine.shards.steps.num_redone else "undo")
         num_redone = engine.shards.steps.num_redone
-        loss = step_once(engine, rank, lambda: begin("training"), lambda: say_durable(engine, plan, said))
+        steepness = 4.0 if engine.global_steps == plan.steep else 1.0
+        loss = step_once(engine, rank, lambda: begin("training"), lambda: say_durable(engine, plan, said), steepness)
         said(step=engine.global_steps, loss=loss.hex())
         if plan.overlap == "none":
             say_durable(engine, plan, said)
@@ -151,12 +153,13 @@ def step_once(
     rank: int,
     after_forward: Callable[[], None] = lambda: None,
     after_backward: Callable[[], None] = lambda: None,
+    steepness: float = 1.0,
 ) -> float:
-    """One step on data that is a function of the step and the rank; returns its loss."""
+    """One step on data that is a function of the step and the rank; returns its loss, without `steepness`, which scales it."""
     generator = torch.Generator().manual_seed(100 * engine.global_steps + rank)
     loss = engine(torch.randint(0, 31, (2, 9), generator=generator))
     after_forward()
-    engine.backward(loss)
+    engine.backward(loss * steepness)
     after_backward()
     engine.step()
     return float(loss.detach())
