@@ -88,7 +88,7 @@ class Slots:
         first, last = self._touching(start, stop)
         for piece in self._pieces[first:last]:
             if piece.current != slot or piece.lost:
-                self._change(start, stop, lambda p: _Piece(p.start, p.stop, slot, p.holds, p.lost - {slot}))
+                self._change(start, stop, lambda p: _Piece(p.start, p.stop, slot, p.holds, p.lost and p.lost - {slot}))
                 break
 
     def lose(self, part: SlotPart) -> None:

@@ -54,7 +54,6 @@ from tiermem.swap.tile_program import (
     ONE_WRITE,
     WRITE_STAGE,
     TileProgram,
-    TileTimes,
 )
 
 T = TypeVar("T")
@@ -134,9 +133,7 @@ class Program(Generic[T]):
                         running.state.end(self._error(running, False))
                     self._settle(native, running)
                 elif self._tentative is not None:
-                    times = native.times(len(self._tentative.planned))
-                    self.dropped_bytes += sum(each.written_bytes for each in times if each.is_writing)
-                    self._report(times, self._tentative)
+                    self._report(native, self._tentative, None)
             if self._brought is not None:
                 self._brought.join()  # it has ended with the run
             concurrent.futures.wait(self._left)
@@ -534,23 +531,27 @@ class Program(Generic[T]):
         """Notes what was written, and tells the recorder."""
         failure = program.failure()
         failed = failure.tile if failure is not None and failure.stage == WRITE_STAGE else -1
-        ended = program.times(len(running.planned))
-        for index, times in enumerate(ended):
-            if times.is_writing:
-                self._note(running, index, index == failed or not times.is_ended)
-        self._report(ended, running)
+        self._report(program, running, failed)
 
-    def _report(self, ended: Sequence[TileTimes], running: Running[T]) -> None:
-        """Tells the recorder what became of the tiles of a run."""
-        planned, work, end_ns = running.planned, running.work, 0
-        for each, times in zip(planned, ended, strict=True):
+    def _report(self, program: TileProgram, running: Running[T], failed: int | None) -> None:
+        """Tells the store of the writes of a run, and the recorder what became of its tiles.
+
+        failed: the tile whose write failed, -1: none did; None: the run was tentative, and its writes are dropped.
+        """
+        planned, work, end_ns, written_ns = running.planned, running.work, 0, list[int]()
+        for index, (each, times) in enumerate(zip(planned, program.times(len(planned)), strict=True)):
+            if failed is None:
+                self.dropped_bytes += times.written_bytes * times.is_writing
+            elif times.is_writing:
+                self._note(running, index, index == failed or not times.is_ended)
             each.tell(self._store.recorder, times, work.name(each.tile), running.lane, running.is_awaited)
             self.num_native += each.is_native and times.is_ended
             end_ns = max(end_ns, times.step_ns[1], times.sum_ns[1])
-        for each, times in zip(planned, ended, strict=True):
-            if end_ns and times.write_ns[1] > end_ns and running.is_awaited:
-                self._store.recorder.add("wait", work.name(each.tile), end_ns, times.write_ns[1])
-                end_ns = times.write_ns[1]
+            written_ns.append(times.write_ns[1])
+        for each, write_end_ns in zip(planned, written_ns, strict=True):
+            if end_ns and write_end_ns > end_ns and running.is_awaited:
+                self._store.recorder.add("wait", work.name(each.tile), end_ns, write_end_ns)
+                end_ns = write_end_ns
 
     # ---- buffers -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import dataclasses
 import errno
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,10 @@ class Event(NamedTuple):
     num_bytes: int
 
 
+_Row = tuple[str, str, int, int, int]
+"""The fields of an Event. Python's collector forgets such a tuple, and would go over all Events that are kept."""
+
+
 class Recorder:
     """The newest events, for pictures and reports, and the seconds of waiting so far.
 
@@ -53,16 +57,30 @@ class Recorder:
     """
 
     def __init__(self, max_events: int = 50_000) -> None:
-        self.events: collections.deque[Event] = collections.deque(maxlen=max_events)
+        self._rows: collections.deque[_Row] = collections.deque(maxlen=max_events)
         self.num_added = 0  # events so far, dropped ones too
         self.wait_s = 0.0  # sum over lane "wait", which old events cannot give
 
     def add(self, lane: str, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
         """Adds one event; never blocks."""
-        self.events.append(Event(lane, name, start_ns, end_ns, num_bytes))
+        self._rows.append((lane, name, start_ns, end_ns, num_bytes))
         self.num_added += 1
         if lane == "wait":
             self.wait_s += (end_ns - start_ns) * 1e-9
+
+    @property
+    def events(self) -> list[Event]:
+        """Those that are kept, the oldest first."""
+        return list(map(Event._make, self.newest()))
+
+    def newest(self, count: int | None = None) -> list[_Row]:
+        """The fields of the newest events that are kept, at most so many, the oldest first."""
+        rows = list(self._rows)
+        return rows if count is None else rows[max(0, len(rows) - count) :]
+
+    def forget(self) -> None:
+        """Drops the events that are kept."""
+        self._rows.clear()
 
     @contextlib.contextmanager
     def span(self, lane: str, name: str, num_bytes: int = 0) -> Iterator[None]:
@@ -164,35 +182,35 @@ class Meter:
         before_ns, before = self._seen_ns, self._totals
         self._seen_ns, self._totals = time.monotonic_ns(), self._stats()
         num_new, self._num_seen = self._recorder.num_added - self._num_seen, self._recorder.num_added
-        kept = list(self._recorder.events)
-        events = kept[max(0, len(kept) - num_new) :]
-        begin_ns = max(before_ns, events[0].start_ns) if len(events) < num_new else before_ns
-        waits = [event for event in events if event.lane == "wait"]
-        stepped = [event for event in events if event.lane == "step"]
-        aside_ns = _covered_ns([*waits, *stepped], begin_ns)  # helper threads wait at the same time
+        rows = self._recorder.newest(num_new)
+        begin_ns = max(before_ns, rows[0][2]) if len(rows) < num_new else before_ns
+        spans = collections.defaultdict[str, list[tuple[int, int]]](list)  # by lane
+        by_kind = collections.Counter[str]()
+        for lane, name, start_ns, end_ns, _ in rows:
+            spans[lane].append((start_ns, end_ns))
+            if lane == "wait":
+                by_kind[name.partition("/")[0]] += end_ns - max(start_ns, begin_ns)
+        aside_ns = _covered_ns([*spans["wait"], *spans["step"]], begin_ns)  # helper threads wait at the same time
         limits_s = {"compute": max(0, self._seen_ns - begin_ns - aside_ns) * 1e-9}
         limits_s |= {
-            name: _covered_ns([event for event in events if event.lane in lanes]) * 1e-9
+            name: _covered_ns(span for lane in lanes for span in spans[lane]) * 1e-9
             for name, lanes in _RESOURCES.items()
         }
-        by_kind = collections.Counter[str]()
-        for event in waits:
-            by_kind[event.name.partition("/")[0]] += event.end_ns - max(event.start_ns, begin_ns)
         seconds = max(1, self._seen_ns - before_ns) * 1e-9
         return Figures(
             seconds,
             (self._totals.nvme_read_bytes - before.nvme_read_bytes) / seconds,
             (self._totals.nvme_written_bytes - before.nvme_written_bytes) / seconds,
             limits_s,
-            _covered_ns(waits, begin_ns) * 1e-9,
+            _covered_ns(spans["wait"], begin_ns) * 1e-9,
             {name: spent_ns * 1e-9 for name, spent_ns in by_kind.most_common()},
         )
 
 
-def _covered_ns(events: Sequence[Event], since_ns: int = 0) -> int:
-    """How many nanoseconds some events cover together, after a moment."""
+def _covered_ns(spans: Iterable[tuple[int, int]], since_ns: int = 0) -> int:
+    """How many nanoseconds some spans cover together, after a moment."""
     total, until = 0, since_ns
-    for start_ns, end_ns in sorted((event.start_ns, event.end_ns) for event in events):
+    for start_ns, end_ns in sorted(spans):
         total += max(0, end_ns - max(start_ns, until))
         until = max(until, end_ns)
     return total

@@ -216,17 +216,17 @@ class TilePlans:
             flags=CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None),
             reads=reads,
             checks=planned.checks,
-            steps=[step.struct for step in steps or ()],
+            steps=tuple(step.struct for step in steps or ()),
             sums=planned.sums,
             writes=writes,
             weights=ByteRange(0, 0) if shown is None else shown.memory,
         )
-        ops, expected = ([], []) if begun is None else (begun.ops, begun.expected)
+        ops, expected = planned.transfers.reads, planned.expected
         return TilePlan(
             tile,
             native,
-            [*ops, *planned.transfers.reads],
-            [*expected, *planned.expected],
+            ops if begun is None else [*begun.ops, *ops],
+            expected if begun is None else [*begun.expected, *expected],
             planned.transfers.writes,
             planned.written,
             shown,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,13 +209,16 @@ class TileProgram:
         check(lib.tm_program_report(self.handle, ffi.NULL, 0, failure), "reading a program's failure")
         return Failure(*(getattr(failure, name) for name in Failure._fields)) if failure.error else None
 
-    def times(self, num_tiles: int) -> list[TileTimes]:
-        """What became of each tile of the run, which has ended."""
+    def times(self, num_tiles: int) -> Iterator[TileTimes]:
+        """What became of each tile of the run, which has ended.
+
+        One at a time: lists of lists would outlive Python's young generations, and bring a full collection closer.
+        """
         times, failure = ffi.new("tm_tile_times[]", num_tiles), ffi.new("tm_failure *")
         check(lib.tm_program_report(self.handle, times, num_tiles, failure), "reading a program's report")
         rows = np.frombuffer(ffi.buffer(times), _TILE_TIMES)
-        pairs: Any = [map(tuple, rows[name].tolist()) for name in TileTimes._fields[:7]]
-        return list(map(TileTimes, *pairs, *(rows[name].tolist() for name in TileTimes._fields[7:])))
+        pairs: Any = [zip(*rows[name].T.tolist(), strict=True) for name in TileTimes._fields[:7]]
+        return map(TileTimes, *pairs, *(rows[name].tolist() for name in TileTimes._fields[7:]))
 
     def close(self) -> None:
         """Stops, and ends the thread. Does nothing in a forked child and in a second call."""

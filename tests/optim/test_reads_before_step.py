@@ -148,7 +148,7 @@ def test_each_tile_is_read_once_however_many_micro_batches_there_are(tmp_path: P
         expected = sorted(f"tile {tile.entry}" for tile in tiles)
         assert len(expected) > 2 * NUM_BUFFERS
         for _ in range(3):
-            shards.store.recorder.events.clear()
+            shards.store.recorder.forget()
             for micro in range(3):
                 loss_of(model, micro).backward()
             optim.step()

@@ -51,7 +51,7 @@ def run(case: Case, nvme: Path) -> dict[str, Any]:
         events = sorted(shards.store.recorder.events, key=lambda event: event.start_ns)
         payloads = list(shards.topology.traffic.payloads)
         steps.append({"events": events, "payloads": payloads})
-        shards.store.recorder.events.clear()
+        shards.store.recorder.forget()
         shards.topology.traffic.payloads.clear()
         engine.step()
         losses.append(loss.item())

@@ -108,12 +108,12 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
     losses: list[float] = []
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=LR)
-        traffic, events = shards.topology.traffic.payloads, shards.store.recorder.events
+        traffic, recorder = shards.topology.traffic.payloads, shards.store.recorder
         planned = count_planned(optim.tiles_of(shards))
         try:
             for step in range(NUM_STEPS):
                 traffic.clear()
-                events.clear()
+                recorder.forget()
                 losses += run_step(case, shards, model, step)
                 before = len(traffic)
                 optim.step()
@@ -124,7 +124,7 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         found["payloads"] = [list(each[:3]) for each in traffic if each.what.startswith("reducing")]
         found["updates"] = [list(each[:3]) for each in traffic if each.what.startswith("gathering")]
         found["rows"] = {row.what: row.num_bytes for row in shards.plan.rows}
-        found["events"] = [list(each) for each in events if each.lane == "reduce"]
+        found["events"] = [list(each) for each in recorder.events if each.lane == "reduce"]
         found["norm"] = optim.grad_norm
         found["planned"] = planned
         found["buffers"] = [shards.plan.sums.num, shards.plan.sums.slot_bytes]

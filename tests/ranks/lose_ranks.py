@@ -91,11 +91,13 @@ def dies_seeing(lane: str, who: int, tier: Tier) -> Body:
         train(seeded(zoo.Tower), policy_of(tier, nvme), watch if rank == who else None)
 
     def watch(shards: tiermem.Shards, optim: object) -> None:
-        events = shards.store.recorder.events
-        num_seen = sum(event.lane == lane for event in list(events))
+        def count() -> int:
+            return sum(event.lane == lane for event in shards.store.recorder.events)
+
+        num_seen = count()
 
         def look() -> None:
-            while sum(event.lane == lane for event in list(events)) < num_seen + 3:
+            while count() < num_seen + 3:
                 time.sleep(0.0002)
             die()
 

@@ -349,7 +349,7 @@ def test_no_python_runs_between_the_read_and_the_write_of_a_native_tile(
 def test_the_recorder_sees_every_transfer_and_step(store: TensorStore, workers: Workers) -> None:
     names = put(store, 5)
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
-    store.recorder.events.clear()
+    store.recorder.forget()
     program.run(names, Momentum(store, workers), lane="compute")
     for lane in ("read", "write"):
         assert sum(event.num_bytes for event in store.recorder.events if event.lane == lane) == 5 * TILE_BYTES

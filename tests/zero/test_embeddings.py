@@ -38,7 +38,7 @@ def policy(folder: Path, **fields: Any) -> OffloadPolicy:
 
 def reads(shards: Shards) -> list[str]:
     found = [event.name.split("/")[-1] for event in shards.store.recorder.events if event.lane == "read"]
-    shards.store.recorder.events.clear()
+    shards.store.recorder.forget()
     return found
 
 

@@ -33,7 +33,7 @@ def policy(folder: Path, **fields: Any) -> OffloadPolicy:
 def events(shards: Shards, *lanes: str) -> list[str]:
     """The names of events on lanes since the last call, in the order in which they started."""
     found = sorted(shards.store.recorder.events, key=lambda event: event.start_ns)
-    shards.store.recorder.events.clear()
+    shards.store.recorder.forget()
     return [event.name for event in found if event.lane in lanes]
 
 

@@ -171,7 +171,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         """Makes one step with the pipeline switched so. Blocks; raises OSError."""
         recorder = self._shards.store.recorder
         self._shards.switch_pipeline(*pipelining)
-        recorder.events.clear()
+        recorder.forget()
         before, kernel_before = self._counts(), kernel_counts()
         start_ns = time.monotonic_ns()
         self._optimizer.step()
