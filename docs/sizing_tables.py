@@ -179,8 +179,8 @@ HEAD = """<!-- Written by `python docs/sizing_tables.py`. Do not edit it. -->
 # Will it fit, how fast
 
 `tiermem plan` answers before you own the machine: it computes the library's own plan of every byte, and plays a step on a
-simulated clock. Nothing of it is measured. **No GPU has run tiermem yet**, so read the speeds as what the arithmetic of the
-plan gives when nothing else is slow.
+simulated clock. Nothing of it is measured, and no GPU has run a model of these sizes yet, so read the speeds as what the
+arithmetic of the plan gives when nothing else is slow.
 
     tiermem plan --preset 7b --gpu-memory 24GiB --host-memory 58GiB
 

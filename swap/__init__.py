@@ -11,7 +11,7 @@ Files in order: each imports only files before it.
     accelerator   all code about devices other than the CPU
     nodes         memory nodes (NUMA): which cores and which memory are near a rank
     torch_step    the optimizer step in torch operations, on any device
-    triton_step   the same as one Triton kernel, on CUDA and ROCm
+    triton_step   the same as one Triton kernel, on CUDA and ROCm; triton_sums: the norm's squares
     arena         one allocation of HOST memory, its slots and pools
     direct        O_DIRECT: alignment, preallocation, facts about a folder
     paths         folders for NVMe with caps and weights

@@ -16,12 +16,11 @@ promise exact quotients and roots; and a kernel that does not compile, or whose 
 Every operation rounds once. The compiler may not fuse a product with a sum (`enable_fp_fusion`); quotients and roots are those
 of IEEE 754; subnormals are kept; scalars are fp32 numbers, which the host rounded. So stored values equal those of torch
 operations to the bit, except the payload of a NaN. The tests run the kernel in Triton's interpreter, and compile it without a
-GPU and read its instructions. No GPU has run it yet. Therefore each variant of the kernel is tried when a process first uses
-it on a device: on some thousand numbers, beside torch operations.
+GPU and read its instructions; an H200 has run it. Other GPUs have not, so each variant of the kernel is tried when a process
+first uses it on a device: on some thousand numbers, beside torch operations.
 
 Triton compiles a variant in about a second, when it is first used, and keeps it on disk (TRITON_CACHE_DIR). It needs a C
-compiler. This module imports triton, so only `device_step` in optim/rules.py imports it, where triton is installed: torch for
-CUDA brings it.
+compiler. This module imports triton, so only device_kernels.py imports it, where triton is installed: torch for CUDA brings it.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def launch(
     scalars = _Scalars._make([*(getattr(rule, name) for name in _Scalars._fields[: -len(one_minus)]), *one_minus])
     with torch.accelerator.device_index(parts.grad.device.index):
         _step[(triton.cdiv(numel, _ROWS.value * Q8_BLOCK),)](
-            *(_pointer(part) for part in parts[:3]),
-            tuple((_pointer(part), part.scales if isinstance(part, Quantised) else None) for part in parts.moments),
+            *(pointer_to(part) for part in parts[:3]),
+            tuple((pointer_to(part), part.scales if isinstance(part, Quantised) else None) for part in parts.moments),
             numel,
             scalars,
             *_words_of(dither),
@@ -140,8 +139,8 @@ def _stored(part: Moment) -> torch.Tensor:
     return part.codes if isinstance(part, Quantised) else part
 
 
-def _pointer(part: Moment | None) -> torch.Tensor | None:
-    """As the kernel takes it: bf16 numbers and split masters as int16."""
+def pointer_to(part: Moment | None) -> torch.Tensor | None:
+    """A part as kernels take it: bf16 numbers and split masters as int16."""
     if part is None:
         return None
     stored = _stored(part)
@@ -282,7 +281,7 @@ def _read_master(weight: tl.tensor, master: tl.tensor, rows: tl.tensor, numel: t
         p = _read(weight, None, rows, numel, False)
     elif master.dtype.element_ty == tl.int16:
         low = tl.load(master + _at(rows), _at(rows) < numel, 0)
-        p = _float(_bits(_read(weight, None, rows, numel, False)) + low.to(tl.int32))
+        p = float_of(_bits(_read(weight, None, rows, numel, False)) + low.to(tl.int32))
     else:
         p = _read(master, None, rows, numel, False)
     return p
@@ -340,7 +339,7 @@ def _adagrad(p: tl.tensor, g: tl.tensor, total: tl.tensor, c: tl.tuple) -> tl.tu
 @triton.jit
 def _lion(p: tl.tensor, g: tl.tensor, m: tl.tensor, c: tl.tuple) -> tl.tuple:
     u = m * c.beta1 + g * c.one_minus_beta1
-    one = _float((_bits(u) & -0x80000000) | 0x3F800000)
+    one = float_of((_bits(u) & -0x80000000) | 0x3F800000)
     sign = tl.where((u == 0) | (u != u), u, one)
     return p * c.decay - sign * c.step_size, m * c.beta2 + g * c.one_minus_beta2
 
@@ -368,7 +367,7 @@ def _bits(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _float(bits: tl.tensor) -> tl.tensor:
+def float_of(bits: tl.tensor) -> tl.tensor:
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -383,7 +382,7 @@ def _read(
 ) -> tl.tensor:
     stored = tl.load(part + _at(rows), _at(rows) < numel, 0)
     if part.dtype.element_ty == tl.int16:
-        values = _float(stored.to(tl.int32) << 16)
+        values = float_of(stored.to(tl.int32) << 16)
     elif part.dtype.element_ty == tl.uint8:
         scale = tl.load(scales + rows, rows * _BLOCK < numel, 0).to(tl.int32)
         values = _decoded(stored.to(tl.int32), scale[:, None], is_positive)
@@ -447,7 +446,7 @@ def _dithered_fp16(bits: tl.tensor, word: tl.tensor) -> tl.tensor:
     size = bits & 0x7FFFFFFF
     share = tl.where(size >= 0x477FE000, 0x1000, _shifted(~word, 19))
     normal = (size - (112 << 23) + share) >> 13
-    units = _float(tl.where(size < (113 << 23), size, 0)) * 16777216.0
+    units = float_of(tl.where(size < (113 << 23), size, 0)) * 16777216.0
     whole = units.to(tl.int32)
     threshold = (_shifted(word, 16).to(tl.float32) + 0.5) * (1.0 / 65536.0)
     subnormal = whole + (threshold < units - whole.to(tl.float32)).to(tl.int32)
@@ -462,9 +461,9 @@ def _decoded(codes: tl.tensor, scale: tl.tensor, is_positive: tl.constexpr) -> t
         bits = tl.where(codes == 0, 0, (codes << 20) + ((scale - 31) << 23))
     else:  # a subnormal is shifted by the adder; of the two readings of a code the smaller is right
         normal = ((codes & 0x7F) << 20) + ((scale - 15) << 23)
-        subnormal = _float(normal + (1 << 23)) - _float((scale - 14) << 23)
+        subnormal = float_of(normal + (1 << 23)) - float_of((scale - 14) << 23)
         bits = tl.minimum(normal, _bits(subnormal)) | ((codes >> 7) << 31)
-    return _float(tl.where(scale == 0, 0, tl.where(scale == 255, 0x7FC00000, bits)))
+    return float_of(tl.where(scale == 0, 0, tl.where(scale == 255, 0x7FC00000, bits)))
 
 
 @triton.jit
@@ -480,7 +479,7 @@ def _encoded(values: tl.tensor, word: tl.tensor, is_positive: tl.constexpr) -> t
     base = (scale[:, None] - (31 if is_positive else 15)) << 23
     pattern = bits
     if not is_positive:  # the size as a normal number's; as in _decoded, with the larger
-        pattern = tl.maximum(_bits(_float(size) + _float(base + (1 << 23))) - (1 << 23), size)
+        pattern = tl.maximum(_bits(float_of(size) + float_of(base + (1 << 23))) - (1 << 23), size)
     if word is None:
         rounded = pattern + ((pattern >> 20) & 1) + (0x7FFFF - base)
     else:

@@ -25,9 +25,9 @@ KINDS = {"cuda", "xpu", "mps", "mtia", "hpu", "npu", "privateuse1", "sim"}
 _ORDER = """
 tiermem: swap precision policy schedule config zero optim weights averages checkpoint forecast state_access engine integrations
     as_deepspeed utils tools
-tiermem.swap: tier ranges errors durable parts native tile_program accelerator nodes torch_step triton_step arena direct paths
-    run_folder files queue passes checksum move device_copy device_memory entry resources places store tile_plan
-    run_read program stream
+tiermem.swap: tier ranges errors durable parts native tile_program accelerator nodes torch_step triton_step triton_sums
+    device_kernels arena direct paths run_folder files queue passes checksum move device_copy device_memory entry resources
+    places store tile_plan run_read program stream
 tiermem.config: keys base io optimizer precision zero translate root load
 tiermem.zero: registry failures topology joining collectives compute quantised leaf gradient_state unit state_layout gather
     packed reduce plan budget pools estimate agreement absent step_run unit_memory unit_state values prefetcher gradient_link

@@ -20,11 +20,11 @@ from tiermem.config import load_config, resolve_auto
 from tiermem.engine import Engine
 from tiermem.forecast import Forecast, Rates, forecast_shards
 from tiermem.forecast.rates import Compute
-from tiermem.optim.rules import device_step
 from tiermem.policy import OffloadPolicy, Precision, Tier
 from tiermem.precision import DTYPES
 from tiermem.swap.accelerator import find_device, is_accelerator
 from tiermem.swap.checksum import crc32c
+from tiermem.swap.device_kernels import kernels_of
 from tiermem.swap.native import Workers
 from tiermem.swap.queue import Event
 from tiermem.swap.torch_step import step_in_torch
@@ -239,7 +239,7 @@ def measure_maths(
             passes.append(((start, middle), (middle, time.monotonic_ns())))
             model.zero_grad()
         shards.store.settle()
-        events = list(shards.store.recorder.events)
+        events = shards.store.recorder.events
     return maths_of(events, passes[_NUM_WARM_UP:], *_lists_of_blocks(model))
 
 
@@ -267,7 +267,7 @@ def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
 def step_passes() -> float | None:
     """`Rates.step_passes` of this machine: 1 where a Triton kernel steps on its accelerator."""
     device = find_device()
-    return 1.0 if is_accelerator(device) and device_step(device) is not step_in_torch else None
+    return 1.0 if is_accelerator(device) and kernels_of(device).step is not step_in_torch else None
 
 
 def measure_sums() -> float:

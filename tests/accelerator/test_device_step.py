@@ -27,6 +27,8 @@ from accelerator.test_parity import differences
 from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.optim import rules
 from tiermem.precision import PRESETS
+from tiermem.swap.device_kernels import DeviceKernels
+from tiermem.swap.torch_step import step_in_torch
 
 Found = dict[str, Any]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -293,7 +295,7 @@ def test_a_step_that_fails_half_way_ends_its_copies(
 ) -> None:
     """The model says that it is torn, and closing it unregisters no memory that the device still writes."""
     sim.set_schedule("late")
-    model, step_in_torch, calls = build("compact"), rules.step_in_torch, list[None]()
+    model, calls = build("compact"), list[None]()
 
     def fail_late(*args: Any, **settings: Any) -> None:
         calls.append(None)
@@ -306,7 +308,7 @@ def test_a_step_that_fails_half_way_ends_its_copies(
     with tiermem.shard(model, policy, device="sim") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         loss_of(model, 0, "sim").backward()
-        monkeypatch.setattr(rules, "step_in_torch", fail_late)
+        monkeypatch.setattr(rules, "kernels_of", lambda _: DeviceKernels(fail_late))
         with pytest.raises(error):
             optim.step()
         with pytest.raises(RuntimeError, match="a mixture of two steps"):

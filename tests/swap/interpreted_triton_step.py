@@ -32,10 +32,10 @@ from test_torch_step import (
     workers,
 )
 
-from tiermem.swap import triton_step
-from tiermem.swap.native import Workers
+from tiermem.swap import triton_step, triton_sums
+from tiermem.swap.native import NORM_BLOCK, Workers
 from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule
-from tiermem.swap.torch_step import step_in_torch
+from tiermem.swap.torch_step import block_sums_in_torch, step_in_torch
 from tiermem.swap.triton_step import launch, step_in_triton
 
 __all__ = ["workers"]
@@ -153,4 +153,30 @@ def test_a_variant_whose_bits_differ_is_not_used(
     step_in_triton(_ADAM, ours)
     step_in_torch(_ADAM, parts)
     assert all(is_same(seen, wanted) for seen, wanted in zip(tensors_of(ours), tensors_of(parts), strict=True))
+    assert "its bits differ" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_sums_of_squares_have_the_bits_of_torch_operations(dtype: torch.dtype) -> None:
+    places = itertools.product((0, 5, NORM_BLOCK - 1, 3 * NORM_BLOCK), (1, 5003, NORM_BLOCK, 2 * NORM_BLOCK + 77))
+    for first, numel in places:
+        grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+        for broken in (None, numel // 2):
+            if broken is not None:
+                grad[broken] = math.nan
+            wanted = block_sums_in_torch(grad, first)
+            for sums in (triton_sums.launch(grad, first), triton_sums.block_sums_in_triton(grad, first)):
+                torch.testing.assert_close(sums, wanted, rtol=0, atol=0, equal_nan=True)
+    assert triton_sums._is_exact(grad.device, dtype)
+
+
+def test_sums_whose_bits_differ_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(
+        triton_sums,
+        "launch",
+        lambda grad, first: block_sums_in_torch(grad, first).nextafter(torch.tensor(0.0).double()),
+    )
+    triton_sums._is_exact.cache_clear()
+    grad = torch.randn(NORM_BLOCK + 1)
+    assert torch.equal(triton_sums.block_sums_in_triton(grad, 1), block_sums_in_torch(grad, 1))
     assert "its bits differ" in caplog.text

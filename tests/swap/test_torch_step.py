@@ -17,10 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tiermem.optim import rules
 from tiermem.optim.rules import MatrixStep, step_parts
-from tiermem.swap import torch_step
-from tiermem.swap.accelerator import runs_triton
+from tiermem.swap import device_kernels, torch_step
 from tiermem.swap.native import NORM_BLOCK, Workers, narrow_part, optimizer_step, store_gradient, widen_part
 from tiermem.swap.parts import MOMENTS, Dither, Moment, Quantised, StepParts, StepRule, num_scales
 from tiermem.swap.torch_step import (
@@ -407,40 +405,6 @@ def test_parts_of_two_devices_are_refused(workers: Workers) -> None:
 def test_torch_operations_step_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "tiermem.swap.triton_step", raising=False)
-    rules._step_in_triton.cache_clear()
-    assert rules.device_step(torch.device("cuda", 0)) is step_in_torch
-    rules._step_in_triton.cache_clear()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("form", ["torch", "triton"])
-@pytest.mark.parametrize("name", RULES)
-def test_an_accelerator_gives_the_cpus_bits(name: str, form: str, workers: Workers) -> None:
-    """By the kernel itself, which is not tried before: a few of its variants, of which each takes a second to compile."""
-    device = torch.accelerator.current_accelerator()
-    step_there, every = step_in_torch, 1
-    if form == "triton":
-        if not runs_triton(device):
-            pytest.skip(f"torch operations step {device.type}")
-        step_there, every = pytest.importorskip("tiermem.swap.triton_step").launch, 7
-    set_debug_mode = getattr(torch.get_device_module(device), "set_sync_debug_mode", lambda mode: None)  # CUDA's
-    rule, num_moments = RULES[name]
-    kinds = MOMENT_DTYPES if num_moments else MOMENT_DTYPES[:1]
-    combinations = list(itertools.product(MASTERS, kinds, (False, True)))
-    for (weight, master), moments, is_stochastic in combinations[::every]:
-        parts = parts_of(rule, workers, 5003, weight, master, moments[:num_moments], BF16)
-        there, dither = copy_of(parts, str(device)), Dither(1, 2, 2**32 - 1024) if is_stochastic else None
-        for step in range(3):
-            optimizer_step(workers, rule, parts, dither, start_moments=step == 1)
-            set_debug_mode("error")
-            try:
-                step_there(rule, there, dither, start_moments=step == 1)
-                sums = block_sums_in_torch(there.grad, NORM_BLOCK - 5)
-            finally:
-                set_debug_mode("default")
-            for seen, wanted in zip(tensors_of(there), tensors_of(parts), strict=True):
-                assert is_same(seen.cpu(), wanted)
-            torch.testing.assert_close(
-                sums.cpu(), block_sums_in_torch(parts.grad, NORM_BLOCK - 5), rtol=0, atol=0, equal_nan=True
-            )
+    device_kernels._in_triton.cache_clear()
+    assert device_kernels.kernels_of(torch.device("cuda", 0)) == (step_in_torch, block_sums_in_torch)
+    device_kernels._in_triton.cache_clear()

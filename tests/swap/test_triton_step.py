@@ -32,7 +32,7 @@ from test_torch_step import (
     tensors_of,
 )
 
-from tiermem.optim.rules import device_step
+from tiermem.swap.device_kernels import DeviceKernels, kernels_of
 from tiermem.swap.native import Workers
 from tiermem.swap.parts import Dither, StepParts
 from tiermem.swap.torch_step import step_in_torch
@@ -40,6 +40,7 @@ from tiermem.swap.torch_step import step_in_torch
 triton = pytest.importorskip("triton")
 compiler = pytest.importorskip("triton.backends.compiler")
 triton_step = pytest.importorskip("tiermem.swap.triton_step")
+triton_sums = pytest.importorskip("tiermem.swap.triton_sums")
 
 Compile = Callable[..., list[Any]]
 SEVERAL = {"cuda 80": ("cuda", 80, 32), "cuda 90": ("cuda", 90, 32), "cuda 120": ("cuda", 120, 32)}
@@ -198,9 +199,8 @@ def test_other_scalars_and_random_words_need_no_other_kernel(workers: Workers, c
 
 
 def test_the_kernel_steps_devices_of_cuda_and_rocm_only() -> None:
-    assert device_step(torch.device("cuda", 0)) is triton_step.step_in_triton
-    assert device_step(torch.device("xpu", 0)) is step_in_torch
-    assert device_step(torch.device("meta")) is step_in_torch
+    assert kernels_of(torch.device("cuda", 0)) == (triton_step.step_in_triton, triton_sums.block_sums_in_triton)
+    assert kernels_of(torch.device("xpu", 0)) == kernels_of(torch.device("meta")) == DeviceKernels()
 
 
 def test_what_triton_cannot_step_is_stepped_by_torch_operations(

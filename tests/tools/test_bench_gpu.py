@@ -40,7 +40,8 @@ sys.modules.update(dict.fromkeys(["rich", "typer", "transformers", "matplotlib",
     + WHOLE
 )
 SMALL = ["--most", "256KiB", "--seconds", "0.001", "--register", "2MiB,900TiB", "--steps", "3"]
-SMALL += ["--width", "64", "--blocks", "2", "--samples", "8", "--trace-samples", "8", "--step-numel", "70000"]
+SMALL += ["--width", "64", "--blocks", "2", "--samples", "8", "--trace-samples", "8", "--trace-width", "64"]
+SMALL += ["--step-numel", "70000"]
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -81,6 +82,7 @@ def test_it_runs_whole_on_the_simulated_device(tmp_path: Path) -> None:
         ("exact", "torch operations"): 28,
         ("compact", "torch operations"): 18,
         ("tiny", "torch operations"): pytest.approx(14 + 4 / 64, rel=1e-3),
+        ("norm", "torch operations"): 2,
     }
     assert all(row["step_s"] > 0 for row in found["step"]["rows"]) and found["step"]["failures"] == {}
     assert (found["tests"]["num_passed"], found["tests"]["num_failed"], found["tests"]["num_skipped"]) == (4, 0, 0)

@@ -165,7 +165,7 @@ def test_buffers_of_tiles_that_are_sent_are_counted_and_refused_with_the_arithme
     fields = NVME | {"params": home, "optim": home, "tile_numel": numel}
     without, plan = planned(model, streamed_ratio=0.0, **fields), planned(model, streamed_ratio=0.5, **fields)
     assert without.streams.num == 0 and planned(model, **fields) == without
-    assert plan.device_bytes - without.device_bytes == 3 * (12 + 2 + 2) * numel + step_scratch_bytes(numel)
+    assert plan.device_bytes - without.device_bytes == 3 * (12 + 2 + 2) * numel + step_scratch_bytes(numel, False)
     assert plan.host_bytes == without.host_bytes and plan.disk_bytes == without.disk_bytes
     states = 12 * sum(p.numel() for p in model.parameters()) if home is Tier.HOST else 0
     grads = 2 * sum(p.numel() for p in model.parameters())
@@ -188,3 +188,15 @@ def test_a_budget_beyond_the_card_and_a_card_without_room_are_refused() -> None:
 def test_without_a_budget_nothing_stays_that_is_not_asked_to(tmp_path: Path) -> None:
     plan = planned(Llama(64, 128, 4, 512), persistence_numel=0, **NVME)
     assert len(streamed(plan)) == 6
+
+
+def test_a_tile_is_as_large_as_a_unit_where_a_step_finds_everything_on_the_device() -> None:
+    """Else a model of billions would be stepped by thousands of launches; where room is short tiles are smaller."""
+    model = Llama(2048, 5504, 4, 32000)
+    there = planned(model, stage=1)
+    assert there.tile_numel == max(unit.shard_numel for unit in there.division.units) > 1 << 24
+    assert there.tiles.num == 0 and planned(model, stage=1, tile_numel=4096).tile_numel == 4096
+    short = planned(model, stage=1, device_bytes=there.device_bytes - (100 << 20))
+    assert short.tile_numel < 1 << 20
+    for homes in ({"params": Tier.HOST}, {"optim": Tier.HOST}, {"optim": Tier.HOST, "optim_ratio": 0.5}, NVME):
+        assert planned(model, **homes).tile_numel == 1 << 20

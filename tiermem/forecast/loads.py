@@ -230,8 +230,13 @@ def torch_traffic(layout: StateLayout, grads: torch.dtype) -> float:
 
 
 @functools.cache
-def gradient_traffic(dtype: torch.dtype) -> float:
-    """Bytes of memory that an accelerator moves for an element of a gradient that stays there: a copy, and its norm."""
+def gradient_traffic(dtype: torch.dtype, passes: float | None = None) -> float:
+    """Bytes of memory that an accelerator moves for an element of a gradient that stays there: a copy, and its norm.
+
+    passes: of the norm over the gradient; None: as its torch operations make.
+    """
+    if passes is not None:
+        return (2 + passes) * dtype.itemsize
     grad = torch.zeros(NORM_BLOCK, dtype=dtype)
     return 2 * dtype.itemsize + memory_traffic(lambda: block_sums_in_torch(grad, 0)) / NORM_BLOCK
 

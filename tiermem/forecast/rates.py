@@ -71,7 +71,8 @@ class Rates:
     device_memory_bytes_s: float = 800e9
     """Of an accelerator's memory, reading and writing together."""
     step_passes: float | None = None
-    """Passes of an accelerator's optimizer step over states, weight and gradient. None: as its torch operations make."""
+    """Passes of an accelerator's optimizer step over states, weight and gradient, and of a norm over gradients. None: as
+    torch operations make."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -263,8 +263,8 @@ class StepBuilder:
         """Copies or adds this rank's part of a unit's gradients to its home; with step_in_backward, steps its tiles."""
         course = self._course
         if course.plan.grads is Tier.DEVICE:  # they are added up there
-            moved = gradient_traffic(course.policy.precision.grad_dtype(unit.dtype)) * unit.shard_numel * course.at_once
-            seconds = moved / self._rates.device_memory_bytes_s
+            each = gradient_traffic(course.policy.precision.grad_dtype(unit.dtype), self._rates.step_passes)
+            seconds = each * unit.shard_numel * course.at_once / self._rates.device_memory_bytes_s
             after = self._add(f"add {unit.name}", MATHS, seconds, [after])
             self._grad_writes.append(after)
             if self._is_last and unit.index in self._early:

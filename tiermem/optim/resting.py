@@ -37,7 +37,7 @@ from tiermem.swap.ranges import round_up, within
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.swap.tile_plan import TileWork
-from tiermem.zero.plan import USUAL_TILE_BUFFERS, USUAL_TILE_NUMEL
+from tiermem.zero.plan import USUAL_TILE_BUFFERS, USUAL_TILE_NUMELS
 from tiermem.zero.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
 from tiermem.zero.topology import paths_of_rank, ranks_per_node
 from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit
@@ -312,7 +312,7 @@ class _Planner:
             budget = policy.host_bytes // ranks_per_node() - taken_bytes
         has_buffers = policy.optim is Tier.NVME or self.is_moved
         whole = [max((unit.shard_numel for unit in self.units), default=UNIT_ALIGN)]
-        numels = [USUAL_TILE_NUMEL >> i for i in range(5)] if has_buffers else whole
+        numels = USUAL_TILE_NUMELS if has_buffers else whole
         num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
         counts = [count >> num_off for count in USUAL_TILE_BUFFERS] if has_buffers else [0]
         counts = [policy.tile_buffers] if policy.tile_buffers and has_buffers else counts

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tiermem.config.precision import Fp16Config
-from tiermem.swap.accelerator import runs_triton
+from tiermem.swap.device_kernels import kernels_of
 from tiermem.swap.native import Workers, optimizer_step, widen_part
 from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule
-from tiermem.swap.torch_step import step_in_torch, widen_in_torch
+from tiermem.swap.torch_step import widen_in_torch
 
 # ---- checks of a parameter group -------------------------------------------------------------------------------------
 
@@ -103,25 +103,7 @@ def step_parts(
     elif parts.grad.device.type == "cpu":
         optimizer_step(workers, step, parts, dither, start_moments=start_moments, start_master=start_master)
     else:
-        device_step(parts.grad.device)(step, parts, dither, start_moments=start_moments, start_master=start_master)
-
-
-def device_step(device: torch.device) -> Callable[..., None]:
-    """The elementwise step of a device that is not the CPU: one Triton kernel where that serves it, else torch operations.
-
-    Its arguments are those of `step_in_torch` in swap/torch_step.py; swap/triton_step.py says what the kernel serves.
-    """
-    return (_step_in_triton() if runs_triton(device) else None) or step_in_torch
-
-
-@functools.cache
-def _step_in_triton() -> Callable[..., None] | None:
-    """None where triton is not installed."""
-    try:
-        from tiermem.swap.triton_step import step_in_triton
-    except ImportError:
-        return None
-    return step_in_triton
+        kernels_of(parts.grad.device).step(step, parts, dither, start_moments=start_moments, start_master=start_master)
 
 
 def orthogonalise(

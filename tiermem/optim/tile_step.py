@@ -35,7 +35,7 @@ from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Range
 from tiermem.swap.native import narrow_part
 from tiermem.swap.tile_plan import KernelStep, NativeStep
-from tiermem.swap.torch_step import narrow_in_torch
+from tiermem.swap.torch_step import CHUNK, narrow_in_torch
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import FP32_BYTES, StateViews
 from tiermem.zero.values import initial_master
@@ -345,12 +345,13 @@ class TilePass:
         elif initial is None:
             views.master.zero_()  # the bits of an fp32 number that bf16 does not have
         else:
-            values = initial.to(params.device)
             for place in map(tile.place_of, tile.ranges):
                 if is_accelerator(params.device):
-                    narrow_in_torch(values[place], views.master[place], params[place])
+                    for start in range(place.start, place.stop, CHUNK):
+                        part = slice(start, min(start + CHUNK, place.stop))
+                        narrow_in_torch(initial[part].to(params.device), views.master[part], params[part])
                 else:
-                    narrow_part(self._shards.workers, values[place], views.master[place], params[place])
+                    narrow_part(self._shards.workers, initial[place], views.master[place], params[place])
         states[master.num_bytes(tile.numel) :].zero_()  # the initial values may have used these bytes
 
     def _initial_of(self, tile: Tile) -> str | None:

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on, record
 from tiermem.swap.arena import Pool, Slot
+from tiermem.swap.device_kernels import kernels_of
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.swap.store import TensorStore
-from tiermem.swap.torch_step import block_sums_in_torch
 from tiermem.zero.gradient_link import GradientLink, GradientPart
 from tiermem.zero.gradient_state import Factor
 from tiermem.zero.unit import Shard, Unit, own_numel
@@ -420,16 +420,20 @@ class GradientStore:
         if start == 0 and adds and shard.gradient.factor != 1.0:
             share.mul_(shard.gradient.factor)  # the user scaled the stored gradient, not the new part
         source = part if stop <= num_valid else part[: max(0, num_valid - start)]
-        is_last, is_away = stop >= num_valid, is_accelerator(share.device)
-        if start == 0 and is_last and not is_away:
+        is_last = stop >= num_valid
+        if start == 0 and is_last and not is_accelerator(share.device):
             shard.gradient.arrive(store_gradient(self._workers, share, source, first, accumulate=adds))
             return
         if source.numel():
             target = share[start : start + source.numel()]
             target.add_(source) if adds else target.copy_(source)
         if is_last and (source.numel() or start == 0):
-            sums = block_sums_in_torch(share, first) if is_away else store_gradient(self._workers, None, share, first)
-            shard.gradient.arrive(sums)
+            shard.gradient.arrive(self._sums_of(share, first))
+
+    def _sums_of(self, share: torch.Tensor, first: int) -> Sequence[float] | torch.Tensor:
+        if is_accelerator(share.device):
+            return kernels_of(share.device).block_sums(share, first)
+        return store_gradient(self._workers, None, share, first)
 
     def clear(self, opened: OpenHome, shard: Shard) -> None:
         """Writes zeros in place of a parameter's gradient."""
@@ -460,10 +464,7 @@ class GradientStore:
         if not changes:
             self._give_back(opened.slot)
             return
-        first = shard.shard_numel * self._shard_rank
-        is_away = is_accelerator(share.device)
-        sums = block_sums_in_torch(share, first) if is_away else store_gradient(self._workers, None, share, first)
-        shard.gradient.arrive(sums)
+        shard.gradient.arrive(self._sums_of(share, shard.shard_numel * self._shard_rank))
         self.close(opened)
 
     def close(self, opened: OpenHome) -> None:

@@ -29,7 +29,7 @@ from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
-USUAL_TILE_NUMEL = 1 << 20
+USUAL_TILE_NUMELS = [1 << 20 >> i for i in range(5)]
 USUAL_TILE_BUFFERS = (8, 4)  # two for reads and two for writes keep a disk busy; more bridge its pauses
 _USUAL_UNITS_AHEAD = 2
 _USUAL_GRAD_BUFFERS = 2
@@ -223,6 +223,7 @@ class Planner:
         self._num_shards = topology.num_shards
         self._world = topology.world
         self._trainable = [u for u in division.units if u.is_trainable]
+        self._largest = max((unit.shard_numel for unit in self._trainable), default=UNIT_ALIGN)
         kinds: dict[Hashable, list[Unit]] = {}
         for unit in self._trainable:
             kinds.setdefault((unit.dtype, unit.shard_numel, unit.was_unfrozen), []).append(unit)
@@ -231,6 +232,13 @@ class Planner:
         optim = policy.optim if policy.optim_ratio else Tier.DEVICE
         device = Tier.DEVICE if is_gpu else Tier.HOST  # without an accelerator DEVICE means host memory
         self._states: Tier = device if optim is Tier.DEVICE else optim  # tier of optimizer states
+        self._grad_homes: list[Tier | None] = [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
+        if policy.step_in_backward:
+            self._grad_homes = [None]  # gradients are not kept
+        elif policy.grads is not None or self._states is Tier.DEVICE:
+            self._grad_homes = [policy.grads or Tier.DEVICE]
+        self._is_all_there = {self._states, *self._grad_homes, *homes.values()} == {Tier.DEVICE}
+        """Whether a step finds everything on an accelerator, so that a tile may be as large as a unit."""
         self._kept_part = 0.0 if self._states is device else 1.0 - policy.optim_ratio  # of them, on the device
         self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)
         self._streamed_part = (policy.streamed_ratio or 0.0) * (is_gpu and self._states is not device)
@@ -251,18 +259,13 @@ class Planner:
     def choices(self) -> list[Choice]:
         """All choices, best first."""
         policy = self._policy
-        homes: list[Tier | None] = [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
-        if policy.step_in_backward:
-            homes = [None]  # gradients are not kept
-        elif policy.grads is not None or self._states is Tier.DEVICE:
-            homes = [policy.grads or Tier.DEVICE]
         aheads = [0] if policy.gather_way == "single" else [_USUAL_UNITS_AHEAD, 1]
         counts = [policy.unit_buffers] if policy.unit_buffers else [self._most_at_once + ahead for ahead in aheads]
-        tiles = [policy.tile_numel] if policy.tile_numel else [USUAL_TILE_NUMEL >> i for i in range(5)]
+        tiles = [policy.tile_numel] if policy.tile_numel else [self._largest] * self._is_all_there + USUAL_TILE_NUMELS
         num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
         buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in USUAL_TILE_BUFFERS]
         attempts = [True, False] if self._drafted else [True]
-        found = [Choice(*fields) for fields in itertools.product(homes, counts, buffers, tiles, attempts)]
+        found = [Choice(*fields) for fields in itertools.product(self._grad_homes, counts, buffers, tiles, attempts)]
         is_asked = policy.overlap == "backward"  # other things make room for it then
         return sorted(found, key=lambda choice: is_asked and not choice.attempts)
 
@@ -311,8 +314,8 @@ class Planner:
         link_sizes = (largest_column(u, self._num_shards, limit) for u in self._trainable)
         links = sheet.buffers("link", num_links, link_sizes, "gradients on their way from the accelerator", True)
         num_sums = MOST_UNDER_WAY * (self._world > 1)
-        limit, topology = policy.reduce_bucket_numel, self._topology
-        sum_sizes = (largest_buffer(u, topology, limit, self._is_gpu) for u in self._trainable)
+        limit = policy.reduce_bucket_numel
+        sum_sizes = (largest_buffer(u, self._topology, limit, self._is_gpu) for u in self._trainable)
         sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place)
         self._add_packing(sheet, wired)
         activations, room_bytes = self._add_activations(sheet, room_bytes)
@@ -326,8 +329,7 @@ class Planner:
         streams = Tier.NVME in (self._states, grads, *self._homes.values())
         brings_grads = self._is_gpu and grads is Tier.DEVICE and self._states is not Tier.DEVICE
         brings_weights = self._is_gpu and bool(at_home[Tier.DEVICE]) and self._states is not Tier.DEVICE
-        largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
-        tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
+        tile_numel = min(round_up(tile_numel, UNIT_ALIGN), self._largest)
         size_of = tile_bytes if streams else partial(brought_bytes, grads=brings_grads, weights=brings_weights)
         tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._cut_alike)
         why, crosses = f"of {tile_numel} elements", self._crosses or brings_grads or brings_weights
@@ -409,11 +411,10 @@ class Planner:
 
     def _add_steps_there(self, sheet: _Sheet, tile_numel: int, grads: Tier | None) -> Buffers:
         """Adds the rows of an accelerator's memory for steps; returns the buffers of tiles that rest elsewhere."""
-        largest = max((unit.shard_numel for unit in self._trainable), default=0)
-        if self._crosses and largest:
-            sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "one tile's values in fp32 and its copies")
-        elif grads is Tier.DEVICE:
-            sheet.add("step", Tier.DEVICE, sum_scratch_bytes(largest), "one part's squares in fp64, for the norm")
+        if self._crosses and self._trainable:
+            sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel, self._is_all_there), "fp32 values and copies")
+        elif grads is Tier.DEVICE and self._trainable:
+            sheet.add("step", Tier.DEVICE, sum_scratch_bytes(self._largest), "squares in fp64, for the norm")
         policy, count = self._policy, _STREAM_BUFFERS * (self._streamed_part > 0)
         sizes = (tile_bytes(u, tile_numel, policy) for u, _ in self._cut_alike)
         return sheet.buffers("stream", count, sizes, f"streamed_ratio={policy.streamed_ratio}", tier=Tier.DEVICE)

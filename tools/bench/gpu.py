@@ -3,7 +3,7 @@
     environment    the device, its driver and link, torch, the machine
     registration   seconds of pinning host memory                            gpu_link.py
     copies         bytes per second over the link                            gpu_link.py
-    step           AdamW's step of states on the device, by torch operations and by the Triton kernel
+    step           AdamW's step of states on the device, and the norm of gradients, by torch operations and by Triton kernels
     tests          `pytest -m gpu`: its totals, and which failed             gpu_passes.py
     training       a small model in every place beside its twin on the CPU   small_training.py
     passes         a small training again, watched: blocking, sanitizers     gpu_passes.py
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import statistics
 import subprocess
 import sys
@@ -31,9 +32,9 @@ from typing import Any
 import torch
 
 from tiermem.swap import accelerator
+from tiermem.swap.device_kernels import DeviceKernels
 from tiermem.swap.native import choose_isa
 from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule, num_scales
-from tiermem.swap.torch_step import step_in_torch
 from tiermem.tools.bench.gpu_link import measure_copies, measure_registration
 from tiermem.tools.bench.gpu_models import ModelRun, train_models
 from tiermem.tools.bench.gpu_passes import (
@@ -47,7 +48,7 @@ from tiermem.tools.bench.gpu_passes import (
 from tiermem.tools.bench.gpu_report import draw_report, faults_of, print_report
 from tiermem.tools.bench.gpu_trace import MADE_BY
 from tiermem.tools.bench.small_training import Sizes, noting_failure
-from tiermem.tools.machine import machine_facts, read_word
+from tiermem.tools.machine import available_bytes, machine_facts, read_word
 from tiermem.tools.words import (
     EXIT_INTERRUPTED,
     EXIT_USER,
@@ -72,8 +73,11 @@ _STEPPED = {
     "tiny": (torch.int16, None),
 }
 """Masters and moments of the timed steps, beside bf16 weights and gradients; None: 8-bit blocks."""
-_TRACE_SAMPLES = 64
-"""Times the samples of the small training: kernels must last as long as the copies that they are to hide."""
+_TRACE_SAMPLES, _TRACE_WIDTH = 64, 4
+"""Times the samples and the width of the small training, with half its blocks: kernels must last as long as the copies that
+they are to hide, and longer than Python takes to start them."""
+_TRACED_BYTES = 32
+"""Of host memory for a parameter that is traced: the model, its states and gradients, and room."""
 _PASS_PART = 4
 """The passes train a model of this part of the width, half the blocks and this part of the samples: a sanitizer is slow."""
 
@@ -175,34 +179,42 @@ def find_environment(device: torch.device) -> dict[str, Any]:
 
 
 def measure_steps(device: torch.device, numel: int) -> dict[str, Any]:
-    """Seconds of a step of so many elements (fewer where memory is short), in each form and precision; bytes that must move."""
+    """Seconds of a step of so many elements (fewer where memory is short), in each form and precision, and of their gradients'
+    norm; bytes that must move."""
     numel = min(numel, accelerator.free_and_total(device)[0] // 128)
     rule = StepRule("adamw", 1e-3, 0.999, beta1=0.9, beta2=0.999, eps=1e-8)
-    forms: dict[str, Callable[..., None]] = {"torch operations": step_in_torch}
+    forms = {"torch operations": DeviceKernels()}
     rows, failures = list[dict[str, Any]](), dict[str, str]()
     with contextlib.suppress(ImportError):
         if accelerator.runs_triton(device):
-            from tiermem.swap.triton_step import launch
+            from tiermem.swap import triton_step, triton_sums
 
-            forms["Triton"] = launch
+            forms["Triton"] = DeviceKernels(triton_step.launch, triton_sums.launch)
+    weight, grad = (torch.full((numel,), value, dtype=torch.bfloat16, device=device) for value in (0.5, 1e-3))
+
+    def measure(states: str, form: str, num_bytes: int, work: Callable[[], object]) -> None:
+        with noting_failure(failures, f"{states}, {form}"):
+            times = []
+            for _ in range(6):
+                torch.accelerator.synchronize(device)
+                start = time.perf_counter()
+                work()
+                torch.accelerator.synchronize(device)
+                times.append(time.perf_counter() - start)
+            seconds = statistics.median(times[1:])
+            rows.append({"states": states, "form": form, "numel": numel, "num_bytes": num_bytes, "step_s": seconds})
+
     for states, (master, moment) in _STEPPED.items():
-        weight, grad = (torch.full((numel,), value, dtype=torch.bfloat16, device=device) for value in (0.5, 1e-3))
         size = [(numel, moment)] if moment is not None else [(numel, torch.uint8), (num_scales(numel), torch.uint8)]
         held, *others = (torch.zeros(n, dtype=dtype, device=device) for n, dtype in [(numel, master), *size, *size])
         parts = StepParts(weight, held, grad, others if moment else [Quantised(*others[:2]), Quantised(*others[2:])])
         read = [grad, held, *others] if states == "exact" else [weight, grad, held, *others]
         num_bytes = sum(tensor.nbytes for tensor in (*read, weight, held, *others))
-        for form, step in forms.items():
-            with noting_failure(failures, f"{states}, {form}"):
-                times = []
-                for _ in range(6):
-                    torch.accelerator.synchronize(device)
-                    start = time.perf_counter()
-                    step(rule, parts, None if states == "exact" else Dither(1, 1, 0))
-                    torch.accelerator.synchronize(device)
-                    times.append(time.perf_counter() - start)
-                seconds = statistics.median(times[1:])
-                rows.append({"states": states, "form": form, "numel": numel, "num_bytes": num_bytes, "step_s": seconds})
+        dither = None if states == "exact" else Dither(1, 1, 0)
+        for form, kernels in forms.items():
+            measure(states, form, num_bytes, functools.partial(kernels.step, rule, parts, dither))
+    for form, kernels in forms.items():
+        measure("norm", form, grad.nbytes, functools.partial(kernels.block_sums, grad, 0))
     return {"rows": rows, "failures": failures}
 
 
@@ -215,6 +227,11 @@ def _measures(
         max(32, sizes.width // _PASS_PART), max(2, sizes.blocks // 2), max(4, sizes.samples // _PASS_PART), sizes.steps
     )
     traced = sizes._replace(samples=given.trace_samples or _TRACE_SAMPLES * sizes.samples)
+    wide = traced._replace(width=_TRACE_WIDTH * sizes.width, blocks=max(2, sizes.blocks // 2))
+    if given.trace_width:
+        traced = traced._replace(width=given.trace_width)
+    elif _TRACED_BYTES * 8 * wide.blocks * wide.width**2 <= available_bytes():
+        traced = wide
     model = ModelRun(
         given.model, given.model_layers, given.model_seq, given.model_batch, given.model_steps, given.model_states
     )._replace(timeout_s=given.model_timeout, peer_python=given.peer_python)
@@ -230,7 +247,7 @@ def _measures(
         "registration": lambda: measure_registration(device, parse_list("--register", given.register, parse_bytes)),
         "copies": lambda: measure_copies(device, parse_bytes(given.most), given.seconds),
         "step": lambda: measure_steps(device, given.step_numel),
-        "tests": lambda: run_tests(given.tests or [ROOT / "tests/gpu", ROOT / "tests/swap/test_torch_step.py"]),
+        "tests": lambda: run_tests(given.tests or [ROOT / "tests/gpu"]),
         "training": lambda: train_everywhere(sizes, folder),
         "passes": lambda: run_passes(small, folder),
         "trace": trace,
@@ -254,6 +271,9 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=value, help="of the small training")
     parser.add_argument(
         "--trace-samples", type=int, help=f"of the traced training [default: {_TRACE_SAMPLES} x --samples]"
+    )
+    parser.add_argument(
+        "--trace-width", type=int, help=f"of the traced training [default: {_TRACE_WIDTH} x --width, if memory allows]"
     )
     parser.add_argument(
         "--model", type=Path, metavar="CONFIG", help="a Hugging Face config.json instead of an 8B Llama's"

@@ -50,6 +50,7 @@ MOST_APART = 0.02
 """Of losses in bf16 whose sums were made in another order."""
 PHASES = ("forward", "backward", "step")
 _NUM_CLASSES = 1000
+_NUM_BATCHES = 2
 
 
 class Sizes(NamedTuple):
@@ -138,8 +139,9 @@ def train_in(place: str, sizes: Sizes, folder: Path, after_step: Callable[[], ob
         if is_accelerator(device):
             reset_peak(device)
         clock = clock_of(device) if after_step is None else time.monotonic
+        batches = [_batch(sizes, number, device) for number in range(_NUM_BATCHES)]
         for step in range(sizes.steps):
-            x, y = _batch(sizes, step, device)
+            x, y = batches[step % _NUM_BATCHES]
             loss, taken = timed(clock, functools.partial(_loss_of, model, x, y), optimizer.step)
             optimizer.zero_grad()
             losses.append(loss.detach())
@@ -180,8 +182,8 @@ def _apart(losses: list[float], wanted: list[float]) -> float:
     return max((each if each == each else float("inf") for each in distances), default=0.0)
 
 
-def _batch(sizes: Sizes, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step % 2)
+def _batch(sizes: Sizes, number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
     x = torch.randn(sizes.samples, sizes.width, generator=generator).bfloat16()
     y = torch.randint(0, _NUM_CLASSES, (sizes.samples,), generator=generator)
     return x.to(device), y.to(device)
