@@ -183,7 +183,7 @@ class Meter:
         self._seen_ns, self._totals = time.monotonic_ns(), self._stats()
         num_new, self._num_seen = self._recorder.num_added - self._num_seen, self._recorder.num_added
         rows = self._recorder.newest(num_new)
-        begin_ns = max(before_ns, rows[0][2]) if len(rows) < num_new else before_ns
+        begin_ns = max(before_ns, rows[0][2]) if rows and len(rows) < num_new else before_ns
         spans = collections.defaultdict[str, list[tuple[int, int]]](list)  # by lane
         by_kind = collections.Counter[str]()
         for lane, name, start_ns, end_ns, _ in rows:
