@@ -336,7 +336,9 @@ class RunFolder:
             folder.mkdir()
         try:
             return cls(folder, _lock(folder))
-        except BaseException:
+        except BaseException:  # an interrupt may come when the lock file is there
+            for name in (_NEW_LOCK, LOCK):
+                (folder / name).unlink(missing_ok=True)
             folder.rmdir()
             raise
 

@@ -366,3 +366,22 @@ def test_bytes_of_a_kept_store_are_found_by_its_last_freeze(
     (place,) = freeze.ranges("x", 0, 5000)
     data = freeze.files()[place.path_index].read_bytes()[place.offset :][:5000]
     assert data == pattern(5000).numpy().tobytes()
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_an_interrupt_while_a_folder_is_made_leaves_none(
+    is_renamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = run_folder._lock
+
+    def interrupted(folder: Path) -> int:
+        if is_renamed:
+            os.close(lock(folder))
+        else:
+            folder.joinpath(run_folder._NEW_LOCK).touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_folder, "_lock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RunFolder.new(tmp_path, RunName("r"))
+    assert list(tmp_path.iterdir()) == []
