@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import shutil
 import statistics
 import subprocess
 import sys
@@ -77,7 +78,7 @@ _TRACE_SAMPLES, _TRACE_WIDTH = 64, 4
 """Times the samples and the width of the small training, with half its blocks: kernels must last as long as the copies that
 they are to hide, and longer than Python takes to start them."""
 _TRACED_BYTES = 32
-"""Of host memory for a parameter that is traced: the model, its states and gradients, and room."""
+"""Of host memory, and of the disk, for a parameter that is traced: the model, its states and gradients, and room."""
 _PASS_PART = 4
 """The passes train a model of this part of the width, half the blocks and this part of the samples: a sanitizer is slow."""
 
@@ -230,7 +231,7 @@ def _measures(
     wide = traced._replace(width=_TRACE_WIDTH * sizes.width, blocks=max(2, sizes.blocks // 2))
     if given.trace_width:
         traced = traced._replace(width=given.trace_width)
-    elif _TRACED_BYTES * 8 * wide.blocks * wide.width**2 <= available_bytes():
+    elif _TRACED_BYTES * 8 * wide.blocks * wide.width**2 <= min(available_bytes(), shutil.disk_usage(folder).free):
         traced = wide
     model = ModelRun(
         given.model, given.model_layers, given.model_seq, given.model_batch, given.model_steps, given.model_states
@@ -273,7 +274,9 @@ def _parser() -> argparse.ArgumentParser:
         "--trace-samples", type=int, help=f"of the traced training [default: {_TRACE_SAMPLES} x --samples]"
     )
     parser.add_argument(
-        "--trace-width", type=int, help=f"of the traced training [default: {_TRACE_WIDTH} x --width, if memory allows]"
+        "--trace-width",
+        type=int,
+        help=f"of the traced training [default: {_TRACE_WIDTH} x --width, if memory and disk allow]",
     )
     parser.add_argument(
         "--model", type=Path, metavar="CONFIG", help="a Hugging Face config.json instead of an 8B Llama's"
