@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import errno
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -73,6 +73,13 @@ class Slots:
         if last == first + 1:
             return [SlotPart(start, stop, self._pieces[first].current)]
         return _joined([SlotPart(*piece[:3]) for piece in self._within(start, stop)])
+
+    def likeness(self, start: int, stop: int) -> Hashable:
+        """Equal where `current` and `targets` are, for the same bytes and `is_apart`."""
+        first, last = self._touching(start, stop)
+        if last == first + 1:
+            return self._pieces[first].likeness
+        return tuple([(piece.start, piece.stop, piece.likeness) for piece in self._within(start, stop)])
 
     def targets(self, start: int, stop: int, is_apart: bool = False) -> list[SlotPart]:
         """Returns the slots that a write of bytes [start, stop) uses, and changes nothing. Raises NoSlotError.
@@ -168,10 +175,10 @@ class Slots:
         if first == last:
             return
         before, behind = self._pieces[first], self._pieces[last - 1]
-        changed = [change(piece) for piece in self._within(start, stop)]
         if (before.start, behind.stop, last - first) == (start, stop, 1):
-            self._pieces[first] = changed[0]
+            self._pieces[first] = change(before)
             return
+        changed = [change(piece) for piece in self._within(start, stop)]
         if before.start < start:
             changed.insert(0, before._replace(stop=start))
         if behind.stop > stop:
@@ -187,6 +194,10 @@ class _Piece(NamedTuple):
     current: int  # the slot that is read
     holds: frozenset[tuple[int, int]]  # (freeze, slot)
     lost: frozenset[int]  # slots whose last write failed
+
+    @property
+    def likeness(self) -> Hashable:
+        return (self.current, frozenset([slot for _, slot in self.holds])) if self.holds else self.current
 
 
 def _joined(pieces: list[P]) -> list[P]:

@@ -273,6 +273,11 @@ class Files:
         """Returns an extent to its path."""
         self.segment_of(extent).free(extent.offset, extent.num_bytes)
 
+    def check_whole(self) -> None:
+        """Raises OSError (ENODATA) when a file has been truncated."""
+        for segment in self.segments:
+            segment.check_whole()
+
     def sync(self) -> None:
         """Blocks until all written bytes are on the disk, on every path. Raises OSError that names the file."""
         for segment in self.segments:

@@ -440,19 +440,14 @@ def step_struct(
         | rule.maximize * lib.TM_STEP_MAXIMIZE
         | rule.nesterov * lib.TM_STEP_NESTEROV
     )
-    set_scalars(step, rule)
+    step.scalars = step_scalars(rule)
     return step
 
 
-def set_scalars(struct: Any, rule: StepRule, num_steps: int | None = None) -> None:
-    """Gives a tm_step the scalars of a rule of the same kind, and the number of the step for stochastic rounding."""
-    struct.scalars = _scalars_of(rule)[0]
-    struct.step = struct.step if num_steps is None else num_steps
-
-
 @functools.lru_cache(maxsize=16)
-def _scalars_of(rule: StepRule) -> Any:
-    return ffi.new("tm_step_scalars *", {field: getattr(rule, field) for field in SCALARS})
+def step_scalars(rule: StepRule) -> Any:
+    """The scalars of a rule, as a tm_step has them."""
+    return ffi.new("tm_step_scalars *", {field: getattr(rule, field) for field in SCALARS})[0]
 
 
 def widen_part(

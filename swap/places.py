@@ -8,6 +8,7 @@ described once for each choice of slots, and a checksummed piece once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -35,6 +36,11 @@ class Place(NamedTuple):
     def current(self) -> list[SlotPart]:
         """The slots that a read uses."""
         return self.home.slots.current(self.start, self.stop)
+
+    @property
+    def range(self) -> tuple[NvmeHome, int, int]:
+        """Where it rests."""
+        return self[:3]
 
     def targets(self, is_apart: bool) -> list[SlotPart]:
         """The slots that a write uses. Raises as `NvmeHome.targets`."""
@@ -98,13 +104,20 @@ _MOST_MADE = 16
 """Choices of slots whose transfers a tile keeps: steps go round a few."""
 
 
-class TileTransfers(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class TileTransfers:
     """The transfers of a tile while its bytes are in certain slots."""
 
     reads: Sequence[Op]
     writes: WritePlan
     native: tuple[Any, Any]  # tm_transfer[] of both
     late: Sequence[tuple[Any, int]]  # those of late reads, and their places in the bytes of these
+    plan: Any = None
+    """What `keep` was given: what their user has made of them."""
+
+    def keep(self, plan: object) -> None:
+        """Keeps something with these transfers."""
+        self.plan = plan
 
     def set_kept(self, address: int) -> None:
         """Sets where memory has the bytes of late reads, one behind the other; 0: it does not have them."""
@@ -132,10 +145,14 @@ class Plans:
         """Raises RuntimeError after the store's `close`, and in a forked child."""
         self._held.check_usable()
 
+    def check_writable(self) -> None:
+        """Before plans of writes: raises as `check_usable`, and OSError (ENODATA) when a file has been truncated."""
+        self.check_usable()
+        self._held.files.check_whole()
+
     def queues(self) -> Queues:
         """The store's queues; opens them first if need be. Raises OSError."""
-        with self.lock:
-            return self._held.queues()
+        return self._held.queues()
 
     def note(self, plan: WritePlan, name: str, has_failed: bool, written: Sequence[Written] = ()) -> None:
         """Notes that the writes of a plan have been made, or that they failed, and the checksums of writes apart."""
@@ -148,6 +165,8 @@ class Plans:
 
 class TileRanges:
     """The ranges of one tile. `renew` begins another run; what it sets belongs to that run until the next `renew`.
+
+    Transfers are kept for each choice of slots. Before plans of writes, the caller calls `Plans.check_writable`.
 
     Args:
         plans: of the store.
@@ -178,6 +197,7 @@ class TileRanges:
         plans.check_usable()
         with plans.lock:
             self._reads, self._writes = places_of(plans.entries, reads), places_of(plans.entries, writes)
+            self._ranges = list(dict.fromkeys(place.range for place in self._reads + self._writes))
             names = dict.fromkeys(name for name, _, _ in (*reads, *writes))
             self._tables = [(name, plans.sums.of(name)) for name in names]
             self._read, self._written = plans.sums.pieces_of(reads), plans.sums.pieces_of(writes)
@@ -189,32 +209,27 @@ class TileRanges:
     @property
     def is_current(self) -> bool:
         """Whether the entries, and which of their bytes have checksums, are those of its making."""
-        if any(place.home.is_dropped for place in self._reads + self._writes):
+        if any(home.is_dropped for home, _, _ in self._ranges):
             return False
         table_of = self._plans.sums.of
         return all(table_of(name) is table for name, table in self._tables)
 
     def renew(self) -> None:
         """Notes where the bytes are now, and their checksums. Raises NoSlotError and OSError as a write does."""
-        plans, is_apart = self._plans, self._is_apart
-        plans.check_usable()
-        if (queues := plans.queues() if self._tables else None) is not self._queues or len(self._made) == _MOST_MADE:
-            self._queues = queues
-            self._made.clear()
+        plans = self._plans
         with plans.lock:
+            queues = plans.queues() if self._ranges else None
+            if queues is not self._queues or len(self._made) == _MOST_MADE:
+                self._queues = queues
+                self._made.clear()
             if not plans.sums.due_again(self._read, self.expected):
                 self.expected = plans.sums.due_of(self._read)
                 self.checks = join_rows([each.rows() for each in self.expected])
-            slots = list[SlotPart]()
-            for place in self._reads:
-                slots += place.current
-            for place in self._writes:
-                slots += place.targets(is_apart)
-            for pieces in () if is_apart else self._written:
-                pieces.begin()
-            found = self._made.get(like := tuple(slots))
-            if found is None:
+            like = tuple([home.slots.likeness(start, stop) for home, start, stop in self._ranges])
+            if (found := self._made.get(like)) is None:
                 found = self._made[like] = self._make()
+            for pieces in () if self._is_apart else self._written:
+                pieces.begin()
         self.transfers = found
 
     def _make(self) -> TileTransfers:

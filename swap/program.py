@@ -40,6 +40,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.checksum import Range
 from tiermem.swap.move import Move
@@ -47,7 +49,7 @@ from tiermem.swap.native import BACKGROUND, NORMAL, Workers, run_steps
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.run_read import SLICE_S, Running, RunRead, serve
 from tiermem.swap.store import TensorStore
-from tiermem.swap.tile_plan import TilePlan, TilePlans, TileWork
+from tiermem.swap.tile_plan import TilePlan, TilePlans, TileWork, tell
 from tiermem.swap.tile_program import (
     AWAITED,
     ONE_READ,
@@ -109,7 +111,7 @@ class Program(Generic[T]):
         try:
             slot = self._take_slots()
             for tile in itertools.islice(tiles, len(self._slots)):
-                self._begun.append(self._plans.reads(tile, work.early_reads(tile, slot), work.unit(tile)))
+                self._begun.append(self._plans.reads(tile, work, slot))
             if self._begun:
                 self._program().begin(self._buffers(), [each.native for each in self._begun])
             else:
@@ -357,6 +359,7 @@ class Program(Generic[T]):
             self._take_slots()
         if self._pool is not None and not self._slots:
             raise RuntimeError(f"none of the {self._pool.count} buffers of {self._pool.slot_bytes} bytes is free")
+        self._store.plans.check_writable()
         for tile in tiles:
             yield self._plans.whole(tile, work, self._first_slot, begun.get(id(tile)))
 
@@ -367,6 +370,7 @@ class Program(Generic[T]):
             self.drop()
             self._take_slots()
         try:
+            self._store.plans.check_writable()
             plans = [self._plans.whole(tile, work, self._first_slot, None, is_apart=True) for tile in tiles]
             plans = [each for each in plans if each.is_native]
             if is_first and plans:
@@ -510,7 +514,7 @@ class Program(Generic[T]):
         """Tells the store once that the writes of a tile have been made, or that they failed."""
         each = running.planned[index]
         if index not in running.noted:
-            self._plans.note(each, running.work.name(each.tile), has_failed)
+            self._plans.note(each, has_failed)
             running.noted.add(index)  # after an interrupt it is noted again
 
     def _error(self, running: Running[T], is_raised: bool) -> OSError:
@@ -525,7 +529,7 @@ class Program(Generic[T]):
         if failure is None:
             return OSError(errno.ECANCELED, "the step was ended before this part of it")
         each = running.planned[failure.tile]
-        return each.error_of(failure, running.work.name(each.tile), running.causes, self._store)
+        return each.error_of(failure, running.causes, self._store)
 
     def _settle(self, program: TileProgram, running: Running[T]) -> None:
         """Notes what was written, and tells the recorder."""
@@ -538,20 +542,15 @@ class Program(Generic[T]):
 
         failed: the tile whose write failed, -1: none did; None: the run was tentative, and its writes are dropped.
         """
-        planned, work, end_ns, written_ns = running.planned, running.work, 0, list[int]()
-        for index, (each, times) in enumerate(zip(planned, program.times(len(planned)), strict=True)):
+        planned, times = running.planned, program.times(len(running.planned))
+        for index in np.flatnonzero(times["is_writing"]).tolist():
             if failed is None:
-                self.dropped_bytes += times.written_bytes * times.is_writing
-            elif times.is_writing:
-                self._note(running, index, index == failed or not times.is_ended)
-            each.tell(self._store.recorder, times, work.name(each.tile), running.lane, running.is_awaited)
-            self.num_native += each.is_native and times.is_ended
-            end_ns = max(end_ns, times.step_ns[1], times.sum_ns[1])
-            written_ns.append(times.write_ns[1])
-        for each, write_end_ns in zip(planned, written_ns, strict=True):
-            if end_ns and write_end_ns > end_ns and running.is_awaited:
-                self._store.recorder.add("wait", work.name(each.tile), end_ns, write_end_ns)
-                end_ns = write_end_ns
+                self.dropped_bytes += int(times["written_bytes"][index])
+            else:
+                self._note(running, index, index == failed or not times["is_ended"][index])
+        is_native = np.array([each.is_native for each in planned], np.bool_)
+        self.num_native += int(np.count_nonzero(is_native & (times["is_ended"] != 0)))
+        tell(planned, times, self._store.recorder, running.lane, running.is_awaited)
 
     # ---- buffers -----------------------------------------------------------------------------------------------------
 

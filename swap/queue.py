@@ -68,6 +68,13 @@ class Recorder:
         if lane == "wait":
             self.wait_s += (end_ns - start_ns) * 1e-9
 
+    def add_rows(self, lane: str, rows: Sequence[_Row]) -> None:
+        """Adds events of one lane; never blocks."""
+        self._rows.extend(rows)
+        self.num_added += len(rows)
+        if lane == "wait":
+            self.wait_s += sum(end_ns - start_ns for _, _, start_ns, end_ns, _ in rows) * 1e-9
+
     @property
     def events(self) -> list[Event]:
         """Those that are kept, the oldest first."""

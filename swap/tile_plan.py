@@ -8,9 +8,12 @@ changed nothing that a read finds.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
 
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Expected, Range, Written
@@ -18,7 +21,7 @@ from tiermem.swap.native import Op, TransferError, step_struct
 from tiermem.swap.parts import Dither, StepParts, StepRule
 from tiermem.swap.places import TileRanges, WritePlan
 from tiermem.swap.queue import Recorder
-from tiermem.swap.ranges import ByteRange
+from tiermem.swap.ranges import ByteRange, Numbers
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tile_program import (
     BEGUN,
@@ -26,6 +29,7 @@ from tiermem.swap.tile_program import (
     CALLED,
     CHECK_STAGE,
     NO_PIECES,
+    NOTHING,
     STEP_STAGE,
     Failure,
     NativeTile,
@@ -123,13 +127,20 @@ class TilePlan(Generic[T]):
     """A tile of a run, or of a begin, as it was given to the native program."""
 
     tile: T
+    name: str
     native: NativeTile
     ops: Sequence[Op]  # reads, those of the begin included
     expected: Expected
     writes: WritePlan | None = None
     written: Sequence[Written] = ()  # checksums of writes apart
     shown: Shown | None = None
+    steps: Sequence[NativeStep] | None = None
     keep: object = None  # what native memory points at
+
+    def is_again(self, flags: int, steps: Sequence[NativeStep] | None, planned: TileRanges) -> bool:
+        """Whether a run gets the tile as before: with steps that may have new scalars, and checksums that may be others."""
+        native = self.native
+        return native.flags == flags and self.steps is steps and native.checks is planned.checks
 
     @property
     def is_native(self) -> bool:
@@ -141,37 +152,50 @@ class TilePlan(Generic[T]):
         """Whether a function of the caller completes its buffer before its native steps."""
         return bool(self.native.flags & BROUGHT)
 
-    def tell(self, recorder: Recorder, times: TileTimes, name: str, lane: str, is_awaited: bool) -> None:
-        """Tells a recorder what became of the tile. lane: of its native work; is_awaited: the caller did nothing but wait."""
-        add, native = recorder.add, self.native
-        rest = 0 if times.begun_ns[1] else times.read_bytes
-        for span, num_read in (times.begun_ns, times.read_bytes), (times.read_ns, rest):
-            if span[1]:
-                add("read", name, *span, num_read)
-        if times.waited_ns[1] and is_awaited:
-            add("wait", name, *times.waited_ns)
-        if times.check_ns[1]:
-            pieces = sum(len(part.crcs) for part in self.expected)
-            add("check", f"{pieces} pieces", *times.check_ns, sum(int(part.num_bytes.sum()) for part in self.expected))
-        if times.step_ns[1] and lane and self.is_native:
-            add(lane, name, *times.step_ns, times.written_bytes)
-        if times.sum_ns[1]:
-            add("check", f"{len(native.sums)} pieces", *times.sum_ns, bytes_of_rows(native.sums))
-        if times.write_ns[1]:
-            add("write", name, *times.write_ns, times.written_bytes)
-
-    def error_of(self, failure: Failure, name: str, causes: Sequence[Exception], store: TensorStore) -> OSError:
+    def error_of(self, failure: Failure, causes: Sequence[Exception], store: TensorStore) -> OSError:
         """The error of a run that failed at this tile. causes: of work that is not native."""
         files = store.queues.files
         if failure.stage == CHECK_STAGE and failure.num_wrong:
             piece = failure.piece, failure.seen, failure.num_wrong
             return store.sums.damage(self.expected, *piece, self.ops, files)
         if failure.stage in (CHECK_STAGE, STEP_STAGE):
-            error = OSError(failure.error, f"stepping {name!r}: {os.strerror(failure.error)}")
+            error = OSError(failure.error, f"stepping {self.name!r}: {os.strerror(failure.error)}")
             error.__cause__ = next(iter(causes), None)
             return error
         path = files.get(failure.fd, f"descriptor {failure.fd}")
         return TransferError(failure.error, failure.kind, path, failure.offset, failure.length)
+
+
+def tell(planned: Sequence[TilePlan[Any]], times: TileTimes, recorder: Recorder, lane: str, is_awaited: bool) -> None:
+    """Tells a recorder what became of the tiles of a run. lane: of native work; is_awaited: the caller did nothing but wait."""
+    names = [each.name for each in planned]
+
+    def add(lane: str, spans: Numbers, num_bytes: Numbers | int = 0) -> None:
+        columns = *spans.T, np.broadcast_to(num_bytes, len(times))
+        rows = zip(itertools.repeat(lane), names, *(column.tolist() for column in columns), strict=False)
+        recorder.add_rows(lane, [row for row in rows if row[3]])
+
+    add("read", times["begun_ns"], times["read_bytes"])
+    add("read", times["read_ns"], np.where(times["begun_ns"][:, 1], 0, times["read_bytes"]))
+    if is_awaited:
+        add("wait", times["waited_ns"])
+    for index in np.flatnonzero(times["check_ns"][:, 1]).tolist():
+        expected, (start_ns, end_ns) = planned[index].expected, times["check_ns"][index].tolist()
+        num_bytes = sum(int(part.num_bytes.sum()) for part in expected)
+        recorder.add("check", f"{sum(len(part.crcs) for part in expected)} pieces", start_ns, end_ns, num_bytes)
+    if lane:
+        is_native = np.array([each.is_native for each in planned], np.bool_)
+        add(lane, times["step_ns"] * is_native[:, None], times["written_bytes"])
+    for index in np.flatnonzero(times["sum_ns"][:, 1]).tolist():
+        sums, (start_ns, end_ns) = planned[index].native.sums, times["sum_ns"][index].tolist()
+        recorder.add("check", f"{len(sums)} pieces", start_ns, end_ns, bytes_of_rows(sums))
+    add("write", times["write_ns"], times["written_bytes"])
+    end_ns = max(int(times[field][:, 1].max(initial=0)) for field in ("step_ns", "sum_ns"))
+    if end_ns and is_awaited:
+        for name, write_end_ns in zip(names, times["write_ns"][:, 1].tolist(), strict=True):
+            if write_end_ns > end_ns:
+                recorder.add("wait", name, end_ns, write_end_ns)
+                end_ns = write_end_ns
 
 
 class _Ranges(NamedTuple):
@@ -193,13 +217,13 @@ class TilePlans:
         """Gives up what is kept, because tiles have been replaced."""
         self._kept.clear()
 
-    def reads(self, tile: T, ranges: Sequence[Range], unit: int) -> TilePlan[T]:
+    def reads(self, tile: T, work: TileWork[T], slot: Slot | None) -> TilePlan[T]:
         """The plan of a tile that is read before its run."""
-        planned = TileRanges(self._store.plans, ranges)
+        planned = TileRanges(self._store.plans, work.early_reads(tile, slot))
         planned.renew()
         reads, writes = planned.transfers.native
-        native = NativeTile(id(tile), unit, 0, reads, planned.checks, (), NO_PIECES, writes)
-        return TilePlan(tile, native, planned.transfers.reads, planned.expected, keep=planned)
+        native = NativeTile(id(tile), work.unit(tile), 0, reads, planned.checks, (), NO_PIECES, writes)
+        return TilePlan(tile, work.name(tile), native, planned.transfers.reads, planned.expected, keep=planned)
 
     def whole(
         self, tile: T, work: TileWork[T], slot: Slot | None, begun: TilePlan[T] | None, is_apart: bool = False
@@ -209,29 +233,38 @@ class TilePlans:
         steps, planned, shown = work.steps(tile, slot), found.planned, found.shown
         planned.renew()
         planned.transfers.set_kept(work.kept(tile))
+        flags = CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None)
+        kept: TilePlan[T] | None = planned.transfers.plan
+        if kept is not None and kept.is_again(flags, steps, planned):
+            return kept
         reads, writes = planned.transfers.native
         native = NativeTile(
             key=id(tile) if begun is None else begun.native.key,
             unit=work.unit(tile),
-            flags=CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None),
+            flags=flags,
             reads=reads,
             checks=planned.checks,
             steps=tuple(step.struct for step in steps or ()),
             sums=planned.sums,
             writes=writes,
-            weights=ByteRange(0, 0) if shown is None else shown.memory,
+            weights=NOTHING if shown is None else shown.memory,
         )
         ops, expected = planned.transfers.reads, planned.expected
-        return TilePlan(
+        plan = TilePlan(
             tile,
+            work.name(tile),
             native,
             ops if begun is None else [*begun.ops, *ops],
             expected if begun is None else [*begun.expected, *expected],
             planned.transfers.writes,
             planned.written,
             shown,
-            (steps, planned, begun),
+            steps,
+            (planned, begun),
         )
+        if found.likeness is not None:
+            planned.transfers.keep(plan)
+        return plan
 
     def _ranges(self, tile: T, work: TileWork[T], slot: Slot | None, is_begun: bool, is_apart: bool) -> _Ranges:
         """The ranges of a tile: the kept ones if they are like these."""
@@ -250,7 +283,7 @@ class TilePlans:
             self._kept[tile] = found
         return found
 
-    def note(self, plan: TilePlan[T], name: str, has_failed: bool) -> None:
+    def note(self, plan: TilePlan[T], has_failed: bool) -> None:
         """Tells the store that the writes of a plan have been made, or that they failed."""
         if plan.writes is not None and plan.writes.targets:
-            self._store.plans.note(plan.writes, name, has_failed, plan.written)
+            self._store.plans.note(plan.writes, plan.name, has_failed, plan.written)

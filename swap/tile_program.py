@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +30,13 @@ PieceRows = npt.NDArray[np.uint64]
 
 Flags = npt.NDArray[np.bool_]
 
+NOTHING = ByteRange(0, 0)
 NO_PIECES: PieceRows = np.zeros((0, len(_COLUMNS)), np.uint64)
 _UNIT_OF_DATA = np.array([column == "data" for column in _COLUMNS], np.uint64)
 
 
-class NativeTile(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class NativeTile:
     """A tile as the program gets it. Addresses are those in the first buffer."""
 
     key: int
@@ -43,7 +47,25 @@ class NativeTile(NamedTuple):
     steps: Sequence[Any]  # tm_step *
     sums: PieceRows
     writes: Any  # tm_transfer[]
-    weights: ByteRange = ByteRange(0, 0)
+    weights: ByteRange = NOTHING
+    _steps: Any = None  # tm_step *[]
+
+    @functools.cached_property
+    def struct(self) -> Any:
+        """It as a tm_tile."""
+        struct, self._steps = ffi.new("tm_tile *"), ffi.new("tm_step *[]", list(self.steps))
+        struct.key, struct.unit, struct.flags = self.key, self.unit, self.flags
+        struct.reads, struct.writes, struct.steps = (
+            self.reads,
+            self.writes,
+            ffi.cast("const tm_step *const *", self._steps),
+        )
+        struct.num_reads, struct.num_writes, struct.num_steps = len(self.reads), len(self.writes), len(self.steps)
+        struct.num_checks, struct.num_sums = len(self.checks), len(self.sums)
+        struct.checks = ffi.cast("const tm_piece *", self.checks.ctypes.data)
+        struct.sums = ffi.cast("const tm_piece *", self.sums.ctypes.data)
+        struct.weights, struct.weight_bytes = ffi.cast("void *", self.weights.offset), self.weights.num_bytes
+        return struct[0]
 
 
 class Failure(NamedTuple):
@@ -61,20 +83,8 @@ class Failure(NamedTuple):
     num_wrong: int
 
 
-class TileTimes(NamedTuple):
-    """What became of a tile: the record of native/tiermem.h; pairs of CLOCK_MONOTONIC nanoseconds, 0: it did not happen."""
-
-    begun_ns: tuple[int, int]
-    read_ns: tuple[int, int]
-    waited_ns: tuple[int, int]
-    check_ns: tuple[int, int]
-    step_ns: tuple[int, int]
-    sum_ns: tuple[int, int]
-    write_ns: tuple[int, int]
-    read_bytes: int
-    written_bytes: int
-    is_writing: int
-    is_ended: int
+TileTimes = npt.NDArray[np.void]
+"""What became of tiles: an array of tm_tile_times. Pairs of CLOCK_MONOTONIC nanoseconds, 0: it did not happen."""
 
 
 def piece_rows(addresses: Numbers, num_bytes: Numbers, crcs: npt.NDArray[np.uint32], is_known: Flags) -> PieceRows:
@@ -130,9 +140,7 @@ class TileProgram:
 
     def begin(self, buffers: Sequence[ByteRange], tiles: Sequence[NativeTile]) -> None:
         """Starts to read tiles before their run, one for each buffer. Does not block."""
-        given, keep = _tiles(tiles)
-        code = lib.tm_program_begin(self.handle, *_buffers(buffers), given, len(tiles))
-        del keep
+        code = lib.tm_program_begin(self.handle, *_buffers(buffers), _tiles(tiles), len(tiles))
         check(code, f"beginning to read {len(tiles)} tiles")
 
     def run(
@@ -142,9 +150,7 @@ class TileProgram:
 
         Does not block. What the tiles point at stays until the end.
         """
-        given, keep = _tiles(tiles)
-        code = lib.tm_program_run(self.handle, *_buffers(buffers), given, len(tiles), total, priority, flags)
-        del keep
+        code = lib.tm_program_run(self.handle, *_buffers(buffers), _tiles(tiles), len(tiles), total, priority, flags)
         check(code, f"starting a program of {total} tiles")
 
     def add(self, tiles: Sequence[NativeTile], turns: Sequence[int]) -> bool:
@@ -152,11 +158,10 @@ class TileProgram:
 
         turns: a tile gets its buffer before those of later turns; 0 is that of the tiles of `run`.
         """
-        given, keep = _tiles(tiles)
+        given = _tiles(tiles)
         for tile, turn in zip(given, turns, strict=True):
             tile.turn = turn
         code = lib.tm_program_add(self.handle, given, len(tiles))
-        del keep
         return check(code, f"adding {len(tiles)} tiles to a program") == 0
 
     def next(self, timeout_s: float) -> tuple[int, int] | bool:
@@ -209,16 +214,11 @@ class TileProgram:
         check(lib.tm_program_report(self.handle, ffi.NULL, 0, failure), "reading a program's failure")
         return Failure(*(getattr(failure, name) for name in Failure._fields)) if failure.error else None
 
-    def times(self, num_tiles: int) -> Iterator[TileTimes]:
-        """What became of each tile of the run, which has ended.
-
-        One at a time: lists of lists would outlive Python's young generations, and bring a full collection closer.
-        """
+    def times(self, num_tiles: int) -> TileTimes:
+        """What became of each tile of the run, which has ended."""
         times, failure = ffi.new("tm_tile_times[]", num_tiles), ffi.new("tm_failure *")
         check(lib.tm_program_report(self.handle, times, num_tiles, failure), "reading a program's report")
-        rows = np.frombuffer(ffi.buffer(times), _TILE_TIMES)
-        pairs: Any = [zip(*rows[name].T.tolist(), strict=True) for name in TileTimes._fields[:7]]
-        return map(TileTimes, *pairs, *(rows[name].tolist() for name in TileTimes._fields[7:]))
+        return np.frombuffer(ffi.buffer(times), _TILE_TIMES)
 
     def close(self) -> None:
         """Stops, and ends the thread. Does nothing in a forked child and in a second call."""
@@ -239,17 +239,5 @@ def _buffers(buffers: Sequence[ByteRange]) -> tuple[Any, int, int]:
     return starts, len(buffers), buffers[0].num_bytes if buffers else 0
 
 
-def _tiles(tiles: Sequence[NativeTile]) -> tuple[Any, list[Any]]:
-    """An array of tm_tile, and what it points at."""
-    given, keep = ffi.new("tm_tile[]", len(tiles)), []
-    for slot, tile in zip(given, tiles, strict=True):
-        slot.key, slot.unit, slot.flags = tile.key, tile.unit, tile.flags
-        steps = ffi.new("tm_step *[]", list(tile.steps))
-        slot.reads, slot.writes, slot.steps = tile.reads, tile.writes, ffi.cast("const tm_step *const *", steps)
-        slot.num_reads, slot.num_writes, slot.num_steps = len(tile.reads), len(tile.writes), len(tile.steps)
-        slot.num_checks, slot.num_sums = len(tile.checks), len(tile.sums)
-        slot.checks = ffi.cast("const tm_piece *", tile.checks.ctypes.data)
-        slot.sums = ffi.cast("const tm_piece *", tile.sums.ctypes.data)
-        slot.weights, slot.weight_bytes = ffi.cast("void *", tile.weights.offset), tile.weights.num_bytes
-        keep.append(steps)
-    return given, keep
+def _tiles(tiles: Sequence[NativeTile]) -> Any:
+    return ffi.new("tm_tile[]", [tile.struct for tile in tiles])

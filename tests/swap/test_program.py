@@ -26,7 +26,7 @@ from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.program import Program
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
-from tiermem.swap.tile_plan import KernelStep, NativeStep, TilePlans, TileWork
+from tiermem.swap.tile_plan import KernelStep, NativeStep, TilePlan, TilePlans, TileWork
 from tiermem.swap.tile_program import TileProgram
 
 NUMEL = 8192
@@ -39,6 +39,7 @@ class Momentum(TileWork[str]):
     """A tile is an entry: an fp32 weight and its momentum. `called`: the tiles whose work is not native.
 
     brought: the tiles whose gradients are brought to their buffers, behind what rests on disk.
+    kept: the native steps of tiles in their buffers, which are used again.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Momentum(TileWork[str]):
         fails_at: str = "",
         brought: Sequence[str] = (),
         error: type[BaseException] = KeyboardInterrupt,
+        kept: dict[tuple[str, int | None], list[NativeStep]] | None = None,
     ) -> None:
         self._store = store
+        self._kept = kept
         self._workers = workers
         self._called = called
         self._fails_at = fails_at
@@ -78,8 +81,10 @@ class Momentum(TileWork[str]):
         return self._store.home_of(tile) is not Tier.HOST
 
     def steps(self, tile: str, slot: Slot | None) -> list[NativeStep] | None:
-        step = KernelStep(RULE, self._parts(tile, slot), None, False)
-        return None if tile in self._called else [NativeStep.of(step)]
+        steps = [NativeStep.of(KernelStep(RULE, self._parts(tile, slot), None, False))]
+        if self._kept is not None:
+            steps = self._kept.setdefault((tile, self.likeness(tile, slot)), steps)
+        return None if tile in self._called else steps
 
     def is_brought(self, tile: str) -> bool:
         return tile in self._brought
@@ -763,23 +768,30 @@ def test_a_pool_without_a_free_buffer_is_an_error(store: TensorStore, workers: W
 
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_kept_of_tiles_follows_every_change(
-    make_store: Callable[..., TensorStore], workers: Workers, seed: int
+    make_store: Callable[..., TensorStore], workers: Workers, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between runs of one program slots are held, entries made anew, pieces cut or unknown, and queues opened anew."""
     store, chosen = make_store(num_slots=3, host_bytes=64 << 20), random.Random(seed)
     names, steps = put(store, 5), [0] * 5
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
-    freezes = list[Freeze]()
+    freezes, kept = list[Freeze](), dict[tuple[str, int | None], list[NativeStep]]()
+    plans, whole = list[TilePlan[str]](), TilePlans.whole
+
+    def plan(*args: Any, **options: Any) -> TilePlan[str]:
+        plans.append(whole(*args, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(TilePlans, "whole", plan)
 
     def run(some: Sequence[int]) -> None:
-        program.run([names[number] for number in some], Momentum(store, workers))
+        program.run([names[number] for number in some], Momentum(store, workers, kept=kept))
         for number in some:
             steps[number] += 1
 
     def attempt(is_committed: bool) -> None:
-        assert program.attempt(names[2:], Momentum(store, workers), 5)
+        assert program.attempt(names[2:], Momentum(store, workers, kept=kept), 5)
         if is_committed:
-            program.commit(names, Momentum(store, workers))
+            program.commit(names, Momentum(store, workers, kept=kept))
             program.finish()
             steps[:] = [each + 1 for each in steps]
         else:
@@ -812,12 +824,12 @@ def test_what_is_kept_of_tiles_follows_every_change(
         store.arena.take(1 << 20, "memory that the queues do not know")
         store.settle()
 
-    for _ in range(40):
+    for _ in range(60):
         number = chosen.randrange(5)
         chosen.choice(
             [
                 lambda: run(range(5)),
-                lambda: run(range(5)),
+                lambda: [run(range(5)) for _ in range(3)],
                 lambda number=number: run(sorted({0, number})),
                 lambda: attempt(True),
                 lambda: attempt(True),
@@ -831,6 +843,7 @@ def test_what_is_kept_of_tiles_follows_every_change(
             ]
         )()
         check(store, names, steps, workers)
+    assert len(plans) - len({id(each) for each in plans}) >= 20  # were kept
     while freezes:
         freeze()
     store.sums.use(workers, "always")

@@ -94,12 +94,12 @@ class Tile(StateTile):
         """Whether its weights rest on an accelerator."""
         return self.live.shard is not None and is_accelerator(self.live.shard.device)
 
-    @property
+    @functools.cached_property
     def weight_place(self) -> int:
         """The place of its weights in its buffer, which has no states if these rest in memory and no weights are on NVMe."""
         return 0 if self._is_in_memory else self.room_bytes
 
-    @property
+    @functools.cached_property
     def grad_place(self) -> int:
         """The place of its gradients in its buffer: behind the weights, if these pass through it."""
         return self.weight_place + (0 if self._is_in_memory and not self.weights_are_there else self.slice_bytes)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
 from tiermem.optim.tile import MomentsOf, Tile
-from tiermem.swap.native import Workers, narrow_part, set_scalars, widen_part
+from tiermem.swap.native import Workers, narrow_part, step_scalars, widen_part
 from tiermem.swap.parts import Dither, Moment, StepParts, StepRule
 from tiermem.swap.tile_plan import KernelStep, NativeStep
 from tiermem.zero.state_layout import StateViews, is_positive
@@ -84,7 +84,8 @@ class Stepping:
         self._workers = workers
         self._rule_of = functools.cache(rule_of)  # a parameter has several tiles
         self._ahead = 1 - is_counted
-        self._kinds: dict[tuple[int, bool], Hashable] = {}  # by id of the rule, and whether moments start
+        self._kinds: dict[Shard, Hashable] = {}
+        self._numbers: dict[Shard, tuple[Any, int]] = {}  # the scalars and the number of the step
         self.kept = kept
 
     def __call__(self, places: Places) -> None:
@@ -128,19 +129,24 @@ class Stepping:
 
     def kind(self, shard: Shard, moments_of: MomentsOf) -> Hashable:
         """What a parameter's step depends on beside places, scalars and counts; None: the parameter is not stepped."""
-        rule = self._rule_of(shard)
-        if not isinstance(rule, StepRule):
-            return None if rule is None else MatrixStep
-        like = id(rule), self._starts(shard)
-        if (kind := self._kinds.get(like)) is None:
-            kind = self._kinds[like] = rule.name, rule.maximize, rule.nesterov, moments_of(shard), like[1]
+        if shard in self._kinds:
+            return self._kinds[shard]
+        rule: AnyStep | None = self._rule_of(shard)
+        kind: Hashable = None
+        if isinstance(rule, StepRule):
+            kind = rule.name, rule.maximize, rule.nesterov, moments_of(shard), self._starts(shard)
+        elif rule is not None:
+            kind = MatrixStep
+        self._kinds[shard] = kind
         return kind
 
     def renew(self, shard: Shard, step: NativeStep) -> None:
         """Gives an earlier native step of a parameter, of the same kind, the scalars and the number of this step."""
-        rule = self._rule_of(shard)
-        assert isinstance(rule, StepRule)
-        set_scalars(step.struct, rule, shard.num_steps + self._ahead)
+        if (numbers := self._numbers.get(shard)) is None:
+            rule = self._rule_of(shard)
+            assert isinstance(rule, StepRule)
+            numbers = self._numbers[shard] = step_scalars(rule), shard.num_steps + self._ahead
+        step.struct.scalars, step.struct.step = numbers
 
     @staticmethod
     def fills_weight(places: Places) -> bool:

@@ -301,10 +301,10 @@ class StateTiles:
         """The tiles in the order of a step: of units that are not streamed, then in the order of the next forward."""
         expected = {unit: place for place, unit in enumerate(self._shards.prefetcher.order.first_uses())}
 
-        def place(tile: Tile) -> float:
-            return expected.get(tile.live.unit.index, math.inf) if tile.live.is_streamed else -1
+        def place(live: LiveUnit) -> float:
+            return expected.get(live.unit.index, math.inf) if live.is_streamed else -1
 
-        return sorted(self.tiles, key=place)
+        return [tile for live in sorted(self._of_unit, key=place) for tile in self._of_unit[live]]
 
     def _accept(self) -> None:
         """Makes the second copies that `attempt` steps the place where their units rest. They may still be under way."""
