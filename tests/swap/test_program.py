@@ -777,8 +777,9 @@ def test_what_is_kept_of_tiles_follows_every_change(
     freezes, kept = list[Freeze](), dict[tuple[str, int | None], list[NativeStep]]()
     plans, whole = list[TilePlan[str]](), TilePlans.whole
 
-    def plan(*args: Any, **options: Any) -> TilePlan[str]:
-        plans.append(whole(*args, **options))
+    def plan(of: TilePlans, tile: str, work: Momentum, slot: Slot, *args: Any, **options: Any) -> TilePlan[str]:
+        plans.append(whole(of, tile, work, slot, *args, **options))
+        assert plans[-1].steps is kept[tile, work.likeness(tile, slot)]
         return plans[-1]
 
     monkeypatch.setattr(TilePlans, "whole", plan)
@@ -835,6 +836,7 @@ def test_what_is_kept_of_tiles_follows_every_change(
                 lambda: attempt(True),
                 lambda: attempt(False),
                 freeze,
+                kept.clear,
                 lambda number=number: make_anew(number),
                 lambda number=number: protect(number, 16384 if number % 2 else 8192),
                 lambda number=number: write_part(number),
