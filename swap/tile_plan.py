@@ -1,8 +1,9 @@
 """TilePlan: a tile as a step program gets it: its transfers, its checksums, its native steps, and the slots that it writes to.
 
-The caller of a program describes its tiles (TileWork). A plan is made when the tile is given to the program. A plan *apart*
-writes beside the bytes that it replaces: they stay readable, with their checksums, until `note`. Without `note` the plan has
-changed nothing that a read finds.
+The caller of a program describes its tiles (TileWork). A plan is made when the tile is given to the program, and used again
+while nothing but scalars and checksums has changed: it is kept for each choice of slots. A plan *apart* writes beside the
+bytes that it replaces: they stay readable, with their checksums, until `note`. Without `note` the plan has changed nothing
+that a read finds.
 """
 
 from __future__ import annotations
