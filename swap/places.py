@@ -37,11 +37,6 @@ class Place(NamedTuple):
         """The slots that a read uses."""
         return self.home.slots.current(self.start, self.stop)
 
-    @property
-    def range(self) -> tuple[NvmeHome, int, int]:
-        """Where it rests."""
-        return self[:3]
-
     def targets(self, is_apart: bool) -> list[SlotPart]:
         """The slots that a write uses. Raises as `NvmeHome.targets`."""
         return self.home.targets(self.start, self.stop, is_apart)
@@ -151,7 +146,7 @@ class Plans:
         self._held.files.check_whole()
 
     def queues(self) -> Queues:
-        """The store's queues; opens them first if need be. Raises OSError."""
+        """The store's queues; opens them first if need be. The caller holds the lock. Raises OSError."""
         return self._held.queues()
 
     def note(self, plan: WritePlan, name: str, has_failed: bool, written: Sequence[Written] = ()) -> None:
@@ -197,7 +192,7 @@ class TileRanges:
         plans.check_usable()
         with plans.lock:
             self._reads, self._writes = places_of(plans.entries, reads), places_of(plans.entries, writes)
-            self._ranges = list(dict.fromkeys(place.range for place in self._reads + self._writes))
+            self._ranges = list(dict.fromkeys(place[:3] for place in self._reads + self._writes))
             names = dict.fromkeys(name for name, _, _ in (*reads, *writes))
             self._tables = [(name, plans.sums.of(name)) for name in names]
             self._read, self._written = plans.sums.pieces_of(reads), plans.sums.pieces_of(writes)
