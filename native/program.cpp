@@ -15,21 +15,14 @@ static const int64_t MAX_TIMEOUT_NS = 1ll << 55; // a year; keeps deadlines from
 
 typedef std::unique_lock<std::mutex> Lock;
 
-char *tm_program_place(const tm_program *p, const tm_program_tile *tile, const void *address) {
-    char *at = (char *)address;
-    if (tile->buffer < 0 || at < p->buffers[0] || at >= p->buffers[0] + p->buffer_bytes)
-        return at;
-    return p->buffers[(size_t)tile->buffer] + (at - p->buffers[0]);
-}
-
 tm_unit_left *tm_program_find_unit(tm_program *p, uint32_t unit) {
     const auto is_before = [](const tm_unit_left &left, uint32_t number) { return left.unit < number; };
     const auto found = std::lower_bound(p->units.begin(), p->units.end(), unit, is_before);
     return found == p->units.end() || found->unit != unit ? nullptr : &*found;
 }
 
-void tm_program_promote(tm_program_tile *tile) {
-    for (const tm_flight &flight : tile->flights)
+void tm_program_promote(tm_strip *strip) {
+    for (const tm_flight &flight : strip->flights)
         tm_queue_promote(flight.queue, flight.tag, TM_URGENT); // -ENOENT: it has just ended
 }
 
@@ -86,60 +79,34 @@ int tm_program_close(tm_program *program) {
 
 static bool is_valid(const tm_tile &tile) {
     return (tile.reads || !tile.num_reads) && (tile.checks || !tile.num_checks) && (tile.steps || !tile.num_steps) &&
-           (tile.sums || !tile.num_sums) && (tile.writes || !tile.num_writes) &&
+           (tile.sums || !tile.num_sums) && (tile.writes || !tile.num_writes) && (tile.columns || !tile.num_columns) &&
            (tile.flags & ~(uint32_t)(TM_TILE_CALLED | TM_TILE_BEGUN | TM_TILE_BROUGHT)) == 0;
 }
 
-static void copy_reads(const tm_tile &given, tm_program_tile *tile) {
-    tile->key = given.key;
-    tile->unit = given.unit;
-    tile->flags = given.flags;
-    tile->turn = given.turn;
-    tile->reads.assign(given.reads, given.reads + given.num_reads);
-    tile->checks.assign(given.checks, given.checks + given.num_checks);
-}
-
-// Every flight that it can have: at most one for each of its transfers, those of its begin included.
-static tm_program_tile copy_of(const tm_tile &given) {
+static tm_program_tile copy_of(const tm_tile &given, tm_program_phase phase) {
     tm_program_tile tile;
-    copy_reads(given, &tile);
+    tile.key = given.key;
+    tile.unit = given.unit;
+    tile.flags = given.flags;
+    tile.turn = given.turn;
+    tile.reads.assign(given.reads, given.reads + given.num_reads);
+    tile.checks.assign(given.checks, given.checks + given.num_checks);
+    if (phase == TM_PHASE_BEGUN)
+        return tile;
     tile.weights = (char *)given.weights;
     tile.weight_bytes = given.weight_bytes;
     for (uint32_t i = 0; i < given.num_steps; ++i)
         tile.steps.push_back(*given.steps[i]);
     tile.sums.assign(given.sums, given.sums + given.num_sums);
     tile.writes.assign(given.writes, given.writes + given.num_writes);
-    tile.flights.reserve(std::max(tile.reads.size(), tile.writes.size()));
-    tile.ops.reserve(std::max(tile.reads.size(), tile.writes.size()));
+    tile.columns.assign(given.columns, given.columns + given.num_columns);
     return tile;
 }
 
-// A tile of the run goes on from what tm_program_begin made of it. False: it was not begun.
-static bool take_over(std::vector<tm_program_tile> *begun, tm_program_tile *tile) {
-    for (tm_program_tile &each : *begun) {
-        if (each.key != tile->key)
-            continue;
-        tile->flights.reserve(each.flights.size() + tile->reads.size() + tile->writes.size());
-        tile->flights.assign(each.flights.begin(), each.flights.end());
-        for (tm_flight &flight : tile->flights)
-            flight.times = nullptr; // set when the tile lies in its place
-        tile->checks.insert(tile->checks.begin(), each.checks.begin(), each.checks.end());
-        tile->times = each.times;
-        tile->state = each.state;
-        tile->buffer = each.buffer;
-        tile->has_failed = each.has_failed;
-        return true;
-    }
-    return false;
-}
+typedef std::deque<tm_program_tile> Tiles;
 
-static bool needs_buffer(const tm_program_tile &tile) {
-    return !tile.reads.empty() || !tile.writes.empty() || (tile.flags & (TM_TILE_BEGUN | TM_TILE_BROUGHT));
-}
-
-static uint64_t index_of(const std::vector<tm_program_tile> &tiles, uint64_t key) {
-    const auto has_key = [&](const tm_program_tile &tile) { return tile.key == key; };
-    return (uint64_t)(std::find_if(tiles.begin(), tiles.end(), has_key) - tiles.begin());
+static Tiles::iterator find_tile(Tiles *tiles, uint64_t key) {
+    return std::find_if(tiles->begin(), tiles->end(), [&](const tm_program_tile &tile) { return tile.key == key; });
 }
 
 static int check_given(const tm_program *p, bool is_run, const tm_tile *tiles, uint32_t n) {
@@ -153,20 +120,18 @@ static int check_given(const tm_program *p, bool is_run, const tm_tile *tiles, u
     return p->phase == TM_PHASE_IDLE || (is_run && p->phase == TM_PHASE_BEGUN) ? 0 : -EBUSY;
 }
 
-// Copies of the given tiles, which go on from what was begun; may throw bad_alloc.
-static int copy_tiles(tm_program *p, const tm_tile *given, uint32_t n, bool has_buffers,
-                      std::vector<tm_program_tile> *tiles) {
-    tiles->reserve(n);
+// Copies of the given tiles. buffer: the first one; NULL: there is none. flags: of the run. May throw bad_alloc.
+static int copy_tiles(const void *buffer, uint64_t buffer_bytes, const tm_tile *given, uint32_t n,
+                      tm_program_phase phase, uint32_t flags, Tiles *tiles) {
     for (uint32_t i = 0; i < n; ++i) {
-        tm_program_tile tile = copy_of(given[i]);
-        if (needs_buffer(tile) && !has_buffers)
+        tm_program_tile tile = copy_of(given[i], phase);
+        if (flags & (TM_RUN_ONE_READ | TM_RUN_ONE_WRITE))
+            tile.columns.clear();
+        if (tm_program_needs_room(&tile) && !buffer)
             return -ENOBUFS;
-        if ((given[i].flags & TM_TILE_BEGUN) && (p->phase != TM_PHASE_BEGUN || !take_over(&p->tiles, &tile)))
-            return -EINVAL;
-        const size_t num_pieces = tile.checks.size() + tile.sums.size();
-        tile.addresses.resize(num_pieces);
-        tile.bytes.resize(num_pieces);
-        tile.crcs.resize(num_pieces);
+        const int code = tm_tile_cut(&tile, (const char *)buffer, buffer_bytes);
+        if (code < 0)
+            return code;
         tiles->push_back(std::move(tile));
     }
     return 0;
@@ -181,19 +146,14 @@ static std::vector<uint32_t>::iterator place_in_order(tm_program *p, const tm_pr
     return at;
 }
 
-// Adds tiles for which there is room: begun ones first, which have their buffers.
-static void append(tm_program *p, std::vector<tm_program_tile> *tiles) {
-    for (tm_program_tile &tile : *tiles) {
-        const uint32_t index = (uint32_t)p->tiles.size();
-        p->tiles.push_back(std::move(tile));
+// Counts the tiles from `first` on, for which `order` and `units` have room: begun ones first, which have their
+// buffers.
+static void enlist(tm_program *p, size_t first) {
+    for (size_t index = first; index < p->tiles.size(); ++index) {
         tm_program_tile *placed = &p->tiles[index];
-        for (tm_flight &flight : placed->flights)
-            flight.times = placed->times.begun_ns;
-        p->order.insert(place_in_order(p, *placed), index);
-        if (placed->flags & TM_TILE_BEGUN) {
-            ++p->num_admitted;
-            p->active.push_back(index);
-        }
+        placed->index = (uint32_t)index;
+        p->order.insert(place_in_order(p, *placed), placed->index);
+        p->num_admitted += (placed->flags & TM_TILE_BEGUN) != 0;
         tm_unit_left *left = tm_program_find_unit(p, placed->unit);
         if (!left) {
             const auto is_after = [](uint32_t unit, const tm_unit_left &other) { return unit < other.unit; };
@@ -205,46 +165,76 @@ static void append(tm_program *p, std::vector<tm_program_tile> *tiles) {
     }
 }
 
+// The tiles of the run that go on from what was begun, in the order of `active`. -EINVAL: one of them was not begun, or
+// one that was begun is not among them. May throw bad_alloc.
+static int find_begun(tm_program *p, Tiles *tiles, std::vector<tm_program_tile *> *found) {
+    const auto num_begun = std::count_if(tiles->begin(), tiles->end(),
+                                         [](const tm_program_tile &tile) { return (tile.flags & TM_TILE_BEGUN) != 0; });
+    if (p->phase != TM_PHASE_BEGUN)
+        return num_begun ? -EINVAL : 0;
+    if ((size_t)num_begun != p->tiles.size())
+        return -EINVAL; // the rest of the begun ones would be lost
+    for (const tm_program_tile &begun : p->tiles)
+        if (find_tile(tiles, begun.key) == tiles->end())
+            return -EINVAL;
+    for (tm_strip *strip : p->active) {
+        tm_program_tile *tile = &*find_tile(tiles, strip->tile->key);
+        tm_strip_reserve(strip, tile);
+        found->push_back(tile);
+    }
+    return 0;
+}
+
+static void go_on(tm_program *p, tm_strip *strip, tm_program_tile *tile) {
+    tile->times = strip->tile->times;
+    tile->has_failed = strip->tile->has_failed;
+    tile->num_made = 1;
+    strip->tile = tile;
+    tm_strip_fill(p, strip);
+}
 // Makes the given tiles the program's; may throw bad_alloc before anything is changed.
-static int set_tiles(tm_program *p, void *const *buffers, uint32_t num_buffers, uint64_t buffer_bytes,
-                     const tm_tile *given, uint32_t n, uint32_t total) {
-    std::vector<tm_program_tile> copies, tiles;
-    const int code = copy_tiles(p, given, n, num_buffers > 0, &copies);
+static int set_tiles(tm_program *p, tm_program_phase phase, void *const *buffers, uint32_t num_buffers,
+                     uint64_t buffer_bytes, const tm_tile *given, uint32_t n, uint32_t total, uint32_t flags) {
+    Tiles tiles;
+    int code = copy_tiles(num_buffers ? buffers[0] : nullptr, buffer_bytes, given, n, phase, flags, &tiles);
+    std::vector<tm_program_tile *> begun;
+    if (code == 0)
+        code = find_begun(p, &tiles, &begun);
     if (code < 0)
         return code;
-    const auto is_begun = [](const tm_program_tile &tile) { return (tile.flags & TM_TILE_BEGUN) != 0; };
-    const auto num_begun = std::count_if(copies.begin(), copies.end(), is_begun);
-    if (p->phase == TM_PHASE_BEGUN && (size_t)num_begun != p->tiles.size())
-        return -EINVAL; // the rest of the begun ones would be lost
-    std::vector<uint32_t> order, active;
+    std::vector<uint32_t> order;
     std::vector<tm_unit_left> units;
+    std::vector<uint32_t> used_parts(num_buffers);
     std::vector<int> free_buffers;
-    tiles.reserve(total);
     order.reserve(total);
-    active.reserve(total);
     units.reserve(total);
+    free_buffers.reserve(num_buffers);
     std::vector<char *> own_buffers((char *const *)buffers, (char *const *)buffers + num_buffers);
     for (uint32_t i = num_buffers; i > 0; --i) {
-        const auto has_it = [&](const tm_program_tile &tile) { return tile.buffer == (int)i - 1; };
-        if (std::none_of(copies.begin(), copies.end(), has_it))
+        const auto has_it = [&](const tm_strip *strip) { return strip->room.buffer == (int)i - 1; };
+        if (std::none_of(p->active.begin(), p->active.end(), has_it))
             free_buffers.push_back((int)i - 1);
     }
-    free_buffers.reserve(num_buffers);
     if (p->phase != TM_PHASE_BEGUN)
         p->failure = {};
-    else if (p->failure.error != 0)
-        p->failure.tile = index_of(copies, p->tiles[p->failure.tile].key);
+    const uint64_t failed = p->failure.error ? p->tiles[p->failure.tile].key : 0;
     p->tiles.swap(tiles);
     p->order.swap(order);
-    p->active.swap(active);
     p->units.swap(units);
     p->buffers.swap(own_buffers);
     p->free_buffers.swap(free_buffers);
+    p->used_parts.swap(used_parts);
+    p->free_parts.clear();
     p->buffer_bytes = buffer_bytes;
     p->num_admitted = 0;
     p->num_total = total;
+    p->cut = nullptr;
     p->is_stopping = p->failure.error != 0;
-    append(p, &copies);
+    for (size_t i = 0; i < begun.size(); ++i)
+        go_on(p, p->active[i], begun[i]);
+    enlist(p, 0);
+    if (p->failure.error != 0)
+        p->failure.tile = find_tile(&p->tiles, failed)->index;
     return 0;
 }
 
@@ -261,7 +251,7 @@ static int begin_phase(tm_program *p, tm_program_phase phase, void *const *buffe
         if (code < 0)
             return code;
         try {
-            code = set_tiles(p, buffers, num_buffers, buffer_bytes, tiles, n, total);
+            code = set_tiles(p, phase, buffers, num_buffers, buffer_bytes, tiles, n, total, flags);
         } catch (...) {
             code = -ENOMEM;
         }
@@ -301,14 +291,19 @@ int tm_program_add(tm_program *program, const tm_tile *tiles, uint32_t n) {
         Lock lock(program->mutex);
         if (program->phase != TM_PHASE_RUN)
             return 1;
-        if (n > program->num_total - program->tiles.size() || !std::all_of(tiles, tiles + n, is_valid))
+        const auto is_more = [](const tm_tile &tile) { return is_valid(tile) && !(tile.flags & TM_TILE_BEGUN); };
+        if (n > program->num_total - program->tiles.size() || !std::all_of(tiles, tiles + n, is_more))
             return -EINVAL;
         try {
-            std::vector<tm_program_tile> copies;
-            const int code = copy_tiles(program, tiles, n, !program->buffers.empty(), &copies);
+            Tiles copies;
+            const char *buffer = program->buffers.empty() ? nullptr : program->buffers[0];
+            const int code = copy_tiles(buffer, program->buffer_bytes, tiles, n, TM_PHASE_RUN, program->flags, &copies);
             if (code < 0)
                 return code;
-            append(program, &copies);
+            const size_t first = program->tiles.size();
+            program->tiles.insert(program->tiles.end(), std::make_move_iterator(copies.begin()),
+                                  std::make_move_iterator(copies.end()));
+            enlist(program, first);
         } catch (...) {
             return -ENOMEM;
         }
@@ -320,15 +315,14 @@ int tm_program_add(tm_program *program, const tm_tile *tiles, uint32_t n) {
 // ---- work that is not native ----------------------------------------------------------------------------------------
 
 // The first tile of an urgent unit, else the first.
-static int offered(const tm_program *p) {
-    int first = -1;
-    for (const uint32_t index : p->active) {
-        if (p->tiles[index].state != TM_OFFERED)
+static tm_strip *offered(const tm_program *p) {
+    tm_strip *first = nullptr;
+    for (tm_strip *strip : p->active) {
+        if (strip->state != TM_OFFERED)
             continue;
-        const bool is_urgent = p->tiles[index].is_urgent;
-        const bool other = first >= 0 && p->tiles[(size_t)first].is_urgent;
-        if (first < 0 || is_urgent > other || (is_urgent == other && (int)index < first))
-            first = (int)index;
+        const bool is_urgent = strip->tile->is_urgent, other = first && first->tile->is_urgent;
+        if (!first || is_urgent > other || (is_urgent == other && strip->tile->index < first->tile->index))
+            first = strip;
     }
     return first;
 }
@@ -339,17 +333,17 @@ int tm_program_next(tm_program *program, int64_t timeout_ns, uint64_t *tile, int
     if (program->owner != getpid())
         return -EPIPE;
     Lock lock(program->mutex);
-    int found = -1;
-    const auto holds = [&] { return (found = offered(program)) >= 0 || program->phase != TM_PHASE_RUN; };
+    tm_strip *found = nullptr;
+    const auto holds = [&] { return (found = offered(program)) || program->phase != TM_PHASE_RUN; };
     if (!wait_until(program, &lock, timeout_ns, holds))
         return -ETIMEDOUT;
-    if (found < 0)
+    if (!found)
         return 1;
-    program->tiles[(size_t)found].state = TM_CALLED;
-    if (program->tiles[(size_t)found].flags & TM_TILE_CALLED)
-        program->tiles[(size_t)found].times.step_ns[0] = tm_now_ns();
-    *tile = (uint64_t)found;
-    *buffer = program->tiles[(size_t)found].buffer;
+    found->state = TM_CALLED;
+    if (found->tile->flags & TM_TILE_CALLED)
+        found->tile->times.step_ns[0] = tm_now_ns();
+    *tile = found->tile->index;
+    *buffer = found->room.buffer;
     return 0;
 }
 
@@ -360,20 +354,21 @@ int tm_program_done(tm_program *program, uint64_t tile, int32_t error) {
         return -EPIPE;
     {
         Lock lock(program->mutex);
-        if (tile >= program->tiles.size() || program->tiles[tile].state != TM_CALLED)
+        const auto is_it = [&](const tm_strip *each) { return each->state == TM_CALLED && each->tile->index == tile; };
+        const auto found = std::find_if(program->active.begin(), program->active.end(), is_it);
+        if (found == program->active.end())
             return -EINVAL;
-        if (program->tiles[tile].flags & TM_TILE_CALLED)
-            program->tiles[tile].times.step_ns[1] = tm_now_ns();
-        program->tiles[tile].state = TM_COMPUTED;
+        tm_strip *strip = *found;
+        if (strip->tile->flags & TM_TILE_CALLED)
+            strip->tile->times.step_ns[1] = tm_now_ns();
+        strip->state = TM_COMPUTED;
         if (error != 0 && program->failure.error == 0) {
             program->failure.error = error;
             program->failure.stage = TM_STAGE_STEP;
             program->failure.tile = tile;
         }
-        if (error != 0) {
-            program->tiles[tile].has_failed = true;
-            program->is_stopping = true;
-        }
+        if (error != 0)
+            strip->has_failed = strip->tile->has_failed = program->is_stopping = true;
     }
     program->bell.ring();
     return 0;
@@ -383,10 +378,10 @@ int tm_program_done(tm_program *program, uint64_t tile, int32_t error) {
 
 // Its tiles that have no buffer get the next ones; the others' transfers go first.
 static void make_urgent(tm_program *p, uint32_t unit) {
-    for (const uint32_t index : p->active)
-        if (p->tiles[index].unit == unit) {
-            p->tiles[index].is_urgent = true;
-            tm_program_promote(&p->tiles[index]);
+    for (tm_strip *strip : p->active)
+        if (strip->tile->unit == unit) {
+            strip->tile->is_urgent = true;
+            tm_program_promote(strip);
         }
     const auto rest = p->order.begin() + p->num_admitted;
     const auto is_its = [&](uint32_t index) { return p->tiles[index].unit == unit; };
@@ -424,7 +419,7 @@ int tm_program_await(tm_program *program, uint64_t tile, int64_t timeout_ns) {
     if (tile >= program->tiles.size())
         return -EINVAL;
     const auto is_over = [&] { return program->phase != TM_PHASE_RUN; };
-    const auto is_stepped = [&] { return program->tiles[tile].is_stepped; };
+    const auto is_stepped = [&] { return program->tiles[tile].is_stepped(); };
     if (timeout_ns != 0 && !is_stepped() && !is_over())
         make_urgent(program, program->tiles[tile].unit);
     if (!wait_until(program, &lock, timeout_ns, [&] { return is_over() || is_stepped(); }))
@@ -444,13 +439,18 @@ int tm_program_take(tm_program *program, uint64_t tile, void *to) {
     found->wanted_at = nullptr;
     if (!to)
         return 0;
-    if (!found->is_stepped) {
-        found->wanted_at = (char *)to;
-        return 1;
+    if (found->num_ended > 0) {
+        const auto is_over = [&] { return found->is_ended() || program->phase != TM_PHASE_RUN; };
+        if (!is_over())
+            make_urgent(program, found->unit);
+        wait_until(program, &lock, -1, is_over);
+        return !found->is_ended();
     }
-    if (found->state == TM_ENDED)
-        return 0;
-    memcpy(to, tm_program_place(program, found, found->weights), found->weight_bytes);
+    for (const tm_strip *strip : program->active)
+        if (strip->tile == found && strip->is_stepped)
+            memcpy((char *)to + strip->weights_first, strip->weights, strip->weight_bytes);
+    if (!found->is_stepped())
+        found->wanted_at = (char *)to;
     return 1;
 }
 
@@ -470,9 +470,9 @@ int tm_program_forget(tm_program *program, uint32_t unit) {
 // ---- quiet, stop, report --------------------------------------------------------------------------------------------
 
 static bool is_quiet(const tm_program *p) {
-    const auto is_under_way = [](const tm_program_tile &tile) { return !tile.flights.empty(); };
-    const bool awaits_tiles = p->active.empty() && p->num_admitted == p->tiles.size();
-    return (p->phase != TM_PHASE_RUN || awaits_tiles) && std::none_of(p->tiles.begin(), p->tiles.end(), is_under_way);
+    const auto is_under_way = [](const tm_strip *strip) { return !strip->flights.empty(); };
+    const bool awaits_tiles = p->active.empty() && p->num_admitted == p->tiles.size() && !p->cut;
+    return (p->phase != TM_PHASE_RUN || awaits_tiles) && std::none_of(p->active.begin(), p->active.end(), is_under_way);
 }
 
 int tm_program_quiet(tm_program *program) {

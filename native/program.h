@@ -2,8 +2,12 @@
 //
 //     program.cpp          what callers ask: begin, run, next, done, wait, take, forget, stop, report
 //     program_thread.cpp   the thread: reads ahead, checks, steps, sums and writes
+//     program_strips.cpp   strips of tiles, and the room that each has in a buffer
 //
-// One mutex guards everything; the thread gives it up while a kernel or a checksum runs. A tile that the thread or a
+// A tile is what callers know. What is under way is a strip: all of a tile in a buffer of its own, or a range of its
+// elements in a part of one.
+//
+// One mutex guards everything; the thread gives it up while a kernel or a checksum runs. A strip that the thread or a
 // caller works on belongs to them until then. Order of locks: the program's, a queue's, the bell's. The thread sleeps
 // on the bell, which queues ring when a transfer ends and callers when they ask for something; callers sleep on
 // `changed`.
@@ -11,6 +15,7 @@
 #define TIERMEM_PROGRAM_H
 
 #include <condition_variable>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <stdint.h>
@@ -21,42 +26,69 @@
 #include "bell.h"
 #include "tiermem.h"
 
-enum tm_tile_state {
-    TM_WAITING,  // has no buffer yet, if it needs one
-    TM_READING,  // transfers into its buffer are under way
+enum tm_strip_state {
+    TM_READING,  // transfers into its room are under way
     TM_ARRIVED,  // can be checked and stepped
     TM_WORKED,   // the thread checks, steps or sums it
     TM_OFFERED,  // checked; a caller may take it
     TM_CALLED,   // a caller works on it
     TM_COMPUTED, // a caller has ended its work; what was brought is to be stepped
-    TM_WRITING,  // transfers out of its buffer are under way
-    TM_ENDED     // has no buffer any more
-};
-
-// Transfers of a tile in one queue, under one tag.
-struct tm_flight {
-    tm_queue *queue;
-    uint64_t tag;
-    int64_t *times; // of the tile: begun_ns, read_ns or write_ns
+    TM_WRITING,  // transfers out of its room are under way
+    TM_ENDED     // has no room any more
 };
 
 struct tm_program_tile {
-    uint64_t key, weight_bytes;
-    uint32_t unit, flags, turn;
+    uint64_t key, weight_bytes = 0;
+    uint32_t index = 0, unit, flags, turn;
+    uint32_t num_strips = 1;
     std::vector<tm_transfer> reads, writes;
     std::vector<tm_piece> checks, sums;
     std::vector<tm_step> steps;
-    std::vector<tm_flight> flights;
-    char *weights;
-    char *wanted_at = nullptr; // where tm_program_take wants a copy of the weights
-    tm_tile_state state = TM_WAITING;
-    int buffer = -1;
-    bool is_due = true; // its `reads` have not been submitted
-    bool is_stepped = false;
+    std::vector<tm_column> columns;
+    char *weights = nullptr;
+    char *wanted_at = nullptr;                             // where tm_program_take wants a copy of the weights
+    uint32_t num_made = 0, num_stepped = 0, num_ended = 0; // strips
     bool is_urgent = false;
     bool has_failed = false; // or was cut short: it is neither stepped nor written any more
     tm_tile_times times = {};
-    // Memory for its work, so that the thread never allocates.
+
+    bool is_stepped() const { return num_stepped == num_strips; }
+    bool is_ended() const { return num_ended == num_strips; }
+};
+
+enum tm_span { TM_SPAN_BEGUN, TM_SPAN_READ, TM_SPAN_WRITE };
+
+// Transfers of a strip in one queue, under one tag.
+struct tm_flight {
+    tm_queue *queue;
+    uint64_t tag;
+    tm_span span; // of the tile's times
+};
+
+// Memory of a strip.
+struct tm_room {
+    int buffer = -1; // -1: none
+    char *data = nullptr;
+    uint64_t bytes = 0;
+};
+
+// Part of a tile: what it has to do, in its own room.
+struct tm_strip {
+    tm_program_tile *tile = nullptr;
+    uint32_t number = 0;
+    tm_strip_state state = TM_ARRIVED;
+    tm_room room;
+    bool is_due = true; // its `reads` have not been submitted
+    bool is_stepped = false;
+    bool has_failed = false;
+    std::vector<tm_transfer> reads, writes;
+    std::vector<tm_piece> checks, sums;
+    std::vector<uint64_t> check_numbers; // among those of the tile
+    std::vector<tm_step> steps;
+    char *weights = nullptr;                      // in its room
+    uint64_t weights_first = 0, weight_bytes = 0; // of the tile's weights
+    std::vector<tm_flight> flights;
+    // Memory for its work.
     std::vector<tm_op> ops;
     std::vector<const void *> addresses;
     std::vector<uint64_t> bytes;
@@ -89,31 +121,54 @@ struct tm_program {
     int32_t priority = TM_NORMAL;
     uint32_t flags = 0;
     tm_failure failure = {};
-    std::vector<tm_program_tile> tiles;
+    std::deque<tm_program_tile> tiles; // stay where they are while others are added
     std::vector<tm_unit_left> units;
-    std::vector<uint32_t> order;  // the tiles in the order in which they get buffers; the first num_admitted have one
-    std::vector<uint32_t> active; // tiles that are neither waiting nor ended
+    std::vector<uint32_t> order; // the tiles in the order in which they get room; the first num_admitted have got it
     uint32_t num_admitted = 0;
-    uint32_t num_total = 0; // tiles that the run will have been given; everything has room for them
+    uint32_t num_total = 0;         // tiles that the run will have been given; `order` and `units` have room for them
+    tm_program_tile *cut = nullptr; // the last one admitted, while some of its strips are not made
+    std::vector<tm_strip *> active; // made, and not ended
+    std::vector<tm_strip *> idle;
+    std::vector<std::unique_ptr<tm_strip>> strips; // all of them
     std::vector<char *> buffers;
     uint64_t buffer_bytes = 0;
     std::vector<int> free_buffers;
+    std::vector<tm_room> free_parts;  // of buffers that are cut; the last one given back is the last of them
+    std::vector<uint32_t> used_parts; // of each buffer
     int64_t waiting_since_ns = 0;
 };
 
 // The thread's whole life.
 void tm_program_serve(tm_program *p);
 
-// Where an address that was given for the first buffer lies in the tile's own.
-char *tm_program_place(const tm_program *p, const tm_program_tile *tile, const void *address);
-
 // The unit's counts; NULL: no tile of the run is its.
 tm_unit_left *tm_program_find_unit(tm_program *p, uint32_t unit);
 
-// Makes what the tile has in queues urgent.
-void tm_program_promote(tm_program_tile *tile);
+// Makes what the strip has in queues urgent.
+void tm_program_promote(tm_strip *strip);
 
-// Gives buffers to the next tiles and starts their reads. True: one got what it needs.
+// Whether the tile's bytes pass through a buffer.
+bool tm_program_needs_room(const tm_program_tile *tile);
+
+// Sets the number of a tile's strips. buffer: the first one; NULL: there is none. -EINVAL: its columns do not hold all
+// of it, or a piece lies in two strips.
+int tm_tile_cut(tm_program_tile *tile, const char *buffer, uint64_t buffer_bytes);
+
+// The next strip of a tile, in room of its own; it is active from now on. NULL, and *error: 0, there is no room; or a
+// negative errno.
+tm_strip *tm_strip_make(tm_program *p, tm_program_tile *tile, int *error);
+
+// Room for all that a strip of the tile can have to do; may throw bad_alloc.
+void tm_strip_reserve(tm_strip *strip, const tm_program_tile *tile);
+
+// Adds what its tile was given to what the strip has to do, in the strip's own room: all of it, or what its range of
+// elements has.
+void tm_strip_fill(const tm_program *p, tm_strip *strip);
+
+// Gives its room back.
+void tm_strip_leave(tm_program *p, tm_strip *strip);
+
+// Gives room to the next strips and starts their reads. True: one got what it needs.
 bool tm_program_admit(tm_program *p);
 
 int64_t tm_now_ns();

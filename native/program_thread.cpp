@@ -1,5 +1,5 @@
-// program_thread: the one thread of a step program. Each turn it looks at transfers that ended, gives free buffers to
-// the next tiles, and works on one tile; with nothing to do it sleeps on the bell.
+// program_thread: the one thread of a step program. Each turn it looks at transfers that ended, gives free room to the
+// next strips, and works on one strip; with nothing to do it sleeps on the bell.
 
 #include "program.h"
 
@@ -21,19 +21,32 @@ static void fail(tm_program *p, const tm_failure &failure) {
     p->is_stopping |= p->phase == TM_PHASE_RUN; // the run of begun tiles says so
 }
 
-static tm_failure failure_of(const tm_program *p, const tm_program_tile *tile, int error, int stage) {
+static tm_failure failure_of(const tm_program_tile *tile, int error, int stage) {
     tm_failure failure = {};
     failure.error = error;
     failure.stage = stage;
-    failure.tile = (uint64_t)(tile - p->tiles.data());
+    failure.tile = tile->index;
     return failure;
+}
+
+static int64_t *times_of(tm_program_tile *tile, tm_span span) {
+    if (span == TM_SPAN_BEGUN)
+        return tile->times.begun_ns;
+    return span == TM_SPAN_READ ? tile->times.read_ns : tile->times.write_ns;
+}
+
+// Adds work or waiting to a span of a tile: its end is that of the last, its length that of all.
+static void add_to(int64_t *span, int64_t begin_ns, int64_t end_ns) {
+    const int64_t length_ns = span[1] - span[0] + end_ns - begin_ns;
+    span[0] = end_ns - length_ns;
+    span[1] = end_ns;
 }
 
 // ---- transfers ------------------------------------------------------------------------------------------------------
 
 // Gives the transfers to their queues, one tag for each queue.
-static void submit(tm_program *p, tm_program_tile *tile, const std::vector<tm_transfer> &transfers, int kind,
-                   int priority, int64_t *times) {
+static void submit(tm_program *p, tm_strip *strip, const std::vector<tm_transfer> &transfers, int kind, int priority,
+                   tm_span span) {
     for (size_t first = 0; first < transfers.size(); ++first) {
         tm_queue *queue = transfers[first].queue;
         bool is_given = false;
@@ -42,52 +55,54 @@ static void submit(tm_program *p, tm_program_tile *tile, const std::vector<tm_tr
         if (is_given)
             continue;
         const uint64_t tag = next_tag++;
-        tile->ops.clear();
+        strip->ops.clear();
         for (size_t i = first; i < transfers.size(); ++i)
             if (transfers[i].queue == queue)
-                tile->ops.push_back({tm_program_place(p, tile, transfers[i].buffer), transfers[i].length,
-                                     transfers[i].offset, tag, transfers[i].fd, kind, priority, 0});
-        const tm_op &op = tile->ops[0];
-        const int code = tm_queue_submit_ringing(queue, tile->ops.data(), (uint32_t)tile->ops.size(), &p->bell);
+                strip->ops.push_back({transfers[i].buffer, transfers[i].length, transfers[i].offset, tag,
+                                      transfers[i].fd, kind, priority, 0});
+        const tm_op &op = strip->ops[0];
+        const int code = tm_queue_submit_ringing(queue, strip->ops.data(), (uint32_t)strip->ops.size(), &p->bell);
         if (code < 0) {
-            tm_failure failure = failure_of(p, tile, -code, kind == TM_READ ? TM_STAGE_READ : TM_STAGE_WRITE);
+            tm_failure failure = failure_of(strip->tile, -code, kind == TM_READ ? TM_STAGE_READ : TM_STAGE_WRITE);
             failure.fd = op.fd;
             failure.kind = kind;
             failure.offset = op.offset;
             failure.length = op.length;
             fail(p, failure);
-            tile->has_failed = true;
+            strip->has_failed = strip->tile->has_failed = true;
             return;
         }
-        tile->flights.push_back({queue, tag, times});
+        strip->flights.push_back({queue, tag, span});
     }
 }
 
-static void note_answer(tm_program *p, tm_program_tile *tile, const tm_flight &flight, const tm_answer &answer) {
-    const bool is_write = flight.times == tile->times.write_ns;
+static void note_answer(tm_program *p, tm_strip *strip, tm_span span, const tm_answer &answer) {
+    tm_program_tile *tile = strip->tile;
+    const bool is_write = span == TM_SPAN_WRITE;
+    int64_t *times = times_of(tile, span);
     (is_write ? tile->times.written_bytes : tile->times.read_bytes) += answer.bytes;
-    if (answer.started_ns && (flight.times[0] == 0 || answer.started_ns < flight.times[0]))
-        flight.times[0] = answer.started_ns;
-    if (answer.started_ns && answer.finished_ns > flight.times[1])
-        flight.times[1] = answer.finished_ns;
+    if (answer.started_ns && (times[0] == 0 || answer.started_ns < times[0]))
+        times[0] = answer.started_ns;
+    if (answer.started_ns && answer.finished_ns > times[1])
+        times[1] = answer.finished_ns;
     if (answer.error == 0)
         return;
-    tm_failure failure = failure_of(p, tile, answer.error, is_write ? TM_STAGE_WRITE : TM_STAGE_READ);
+    tm_failure failure = failure_of(tile, answer.error, is_write ? TM_STAGE_WRITE : TM_STAGE_READ);
     failure.fd = answer.fd;
     failure.kind = answer.kind;
     failure.offset = answer.offset;
     failure.length = answer.length;
     if (answer.error != ECANCELED)
         fail(p, failure);
-    tile->has_failed = true;
+    strip->has_failed = tile->has_failed = true;
 }
 
-static void end_tile(tm_program *p, tm_program_tile *tile) {
-    if (tile->buffer >= 0)
-        p->free_buffers.push_back(tile->buffer);
-    tile->buffer = -1;
-    tile->state = TM_ENDED;
-    if (!tile->is_stepped || tile->has_failed)
+static void end_strip(tm_program *p, tm_strip *strip) {
+    tm_program_tile *tile = strip->tile;
+    tm_strip_leave(p, strip);
+    strip->state = TM_ENDED;
+    tile->num_ended += !strip->has_failed;
+    if (!tile->is_ended())
         return;
     tile->times.is_ended = 1;
     if (tm_unit_left *left = tm_program_find_unit(p, tile->unit))
@@ -95,31 +110,31 @@ static void end_tile(tm_program *p, tm_program_tile *tile) {
     p->changed.notify_all();
 }
 
-// Takes the answers that are there. True: a tile went on.
+// Takes the answers that are there. True: a strip went on.
 static bool look(tm_program *p) {
     bool has_news = false;
     tm_answer answer;
-    for (const uint32_t index : p->active) {
-        tm_program_tile *tile = &p->tiles[index];
-        if (tile->flights.empty())
+    for (tm_strip *strip : p->active) {
+        if (strip->flights.empty())
             continue;
-        for (size_t i = tile->flights.size(); i-- > 0;) {
-            const int code = tm_queue_wait(tile->flights[i].queue, tile->flights[i].tag, 0, &answer);
+        for (size_t i = strip->flights.size(); i-- > 0;) {
+            const tm_flight flight = strip->flights[i];
+            const int code = tm_queue_wait(flight.queue, flight.tag, 0, &answer);
             if (code == -ETIMEDOUT)
                 continue;
             if (code == 0)
-                note_answer(p, tile, tile->flights[i], answer);
+                note_answer(p, strip, flight.span, answer);
             else
-                fail(p, failure_of(p, tile, -code, TM_STAGE_READ)); // never seen: the queue has forgotten it
-            tile->flights.erase(tile->flights.begin() + (ptrdiff_t)i);
+                fail(p, failure_of(strip->tile, -code, TM_STAGE_READ)); // never seen: the queue has forgotten it
+            strip->flights.erase(strip->flights.begin() + (ptrdiff_t)i);
         }
-        if (!tile->flights.empty())
+        if (!strip->flights.empty())
             continue;
         has_news = true;
-        if (tile->state == TM_READING)
-            tile->state = TM_ARRIVED;
-        else if (tile->state == TM_WRITING)
-            end_tile(p, tile);
+        if (strip->state == TM_READING)
+            strip->state = TM_ARRIVED;
+        else if (strip->state == TM_WRITING)
+            end_strip(p, strip);
     }
     if (has_news)
         p->changed.notify_all(); // tm_program_quiet
@@ -128,180 +143,175 @@ static bool look(tm_program *p) {
 
 static void forget_ended(tm_program *p) {
     size_t num = 0;
-    for (const uint32_t index : p->active)
-        if (p->tiles[index].state != TM_ENDED)
-            p->active[num++] = index;
+    for (tm_strip *strip : p->active)
+        if (strip->state != TM_ENDED)
+            p->active[num++] = strip;
+        else
+            p->idle.push_back(strip);
     p->active.resize(num);
 }
 
 // ---- reading ahead --------------------------------------------------------------------------------------------------
 
-static bool takes_buffer(const tm_program_tile *tile) {
-    return !tile->reads.empty() || !tile->writes.empty() || (tile->flags & TM_TILE_BROUGHT);
-}
-
-static bool is_any(const tm_program *p, tm_tile_state low, tm_tile_state high) {
-    for (const uint32_t index : p->active)
-        if (p->tiles[index].state >= low && p->tiles[index].state <= high)
+static bool is_any(const tm_program *p, tm_strip_state low, tm_strip_state high) {
+    for (const tm_strip *strip : p->active)
+        if (strip->state >= low && strip->state <= high)
             return true;
     return false;
 }
 
-// Copies what memory has of the tile's reads to its buffer; the rest is to be read from files.
-static void copy_kept(tm_program *p, tm_program_tile *tile) {
-    for (const tm_transfer &read : tile->reads) {
-        if (!read.kept)
-            continue;
-        memcpy(tm_program_place(p, tile, read.buffer), read.kept, read.length);
-        const char *begin = (const char *)read.buffer, *end = begin + read.length;
-        const auto is_copied = [&](const tm_piece &piece) { return piece.data >= begin && piece.data < end; };
-        tile->checks.erase(std::remove_if(tile->checks.begin(), tile->checks.end(), is_copied), tile->checks.end());
-    }
+// Copies what memory has of the strip's reads to its room; the rest is to be read from files.
+static void copy_kept(tm_strip *strip) {
     const auto is_kept = [](const tm_transfer &read) { return read.kept != nullptr; };
-    tile->reads.erase(std::remove_if(tile->reads.begin(), tile->reads.end(), is_kept), tile->reads.end());
+    const auto is_copied = [&](const tm_piece &piece) {
+        return std::any_of(strip->reads.begin(), strip->reads.end(), [&](const tm_transfer &read) {
+            return read.kept && piece.data >= read.buffer && (char *)piece.data < (char *)read.buffer + read.length;
+        });
+    };
+    for (const tm_transfer &read : strip->reads)
+        if (read.kept)
+            memcpy(read.buffer, read.kept, read.length);
+    size_t num = 0;
+    for (size_t i = 0; i < strip->checks.size(); ++i)
+        if (!is_copied(strip->checks[i])) {
+            strip->check_numbers[num] = strip->check_numbers[i];
+            strip->checks[num++] = strip->checks[i];
+        }
+    strip->checks.resize(num);
+    strip->check_numbers.resize(num);
+    strip->reads.erase(std::remove_if(strip->reads.begin(), strip->reads.end(), is_kept), strip->reads.end());
 }
 
-static void start_reads(tm_program *p, tm_program_tile *tile) {
-    tile->is_due = false;
-    if (tile->state == TM_WAITING || !tile->reads.empty())
-        tile->state = TM_READING;
-    copy_kept(p, tile);
-    const int priority = tile->is_urgent ? (int)TM_URGENT : p->priority;
-    submit(p, tile, tile->reads, TM_READ, priority,
-           p->phase == TM_PHASE_BEGUN ? tile->times.begun_ns : tile->times.read_ns);
-    if (tile->flights.empty() && tile->state == TM_READING)
-        tile->state = TM_ARRIVED;
+static void start_reads(tm_program *p, tm_strip *strip) {
+    strip->is_due = false;
+    if (!strip->reads.empty())
+        strip->state = TM_READING;
+    copy_kept(strip);
+    const int priority = strip->tile->is_urgent ? (int)TM_URGENT : p->priority;
+    submit(p, strip, strip->reads, TM_READ, priority, p->phase == TM_PHASE_BEGUN ? TM_SPAN_BEGUN : TM_SPAN_READ);
+    if (strip->flights.empty() && strip->state == TM_READING)
+        strip->state = TM_ARRIVED;
+}
+
+// The tile whose strip is made next; NULL: there is none.
+static tm_program_tile *next_tile(tm_program *p) {
+    if (p->cut)
+        return p->cut;
+    return p->num_admitted < p->order.size() ? &p->tiles[p->order[p->num_admitted]] : nullptr;
 }
 
 bool tm_program_admit(tm_program *p) {
     bool has_one = false;
-    for (const uint32_t index : p->active) { // begun ones, whose run has come
-        tm_program_tile *tile = &p->tiles[index];
-        if (tile->is_due && !p->is_stopping) {
+    for (tm_strip *strip : p->active) // begun ones, whose run has come
+        if (strip->is_due && !p->is_stopping) {
             has_one = true;
-            for (const tm_flight &flight : tile->flights)
+            for (const tm_flight &flight : strip->flights)
                 tm_queue_promote(flight.queue, flight.tag, p->priority);
-            start_reads(p, tile);
+            start_reads(p, strip);
         }
-    }
-    while (!p->is_stopping && p->num_admitted < p->order.size()) {
-        const uint32_t index = p->order[p->num_admitted];
-        tm_program_tile *tile = &p->tiles[index];
-        const bool needs_buffer = takes_buffer(tile);
-        if (needs_buffer && p->free_buffers.empty())
-            break;
+    while (tm_program_tile *tile = p->is_stopping ? nullptr : next_tile(p)) {
         if ((p->flags & TM_RUN_ONE_READ) && is_any(p, TM_READING, TM_COMPUTED))
             break;
-        if (needs_buffer) {
-            tile->buffer = p->free_buffers.back();
-            p->free_buffers.pop_back();
-        }
-        ++p->num_admitted;
-        p->active.push_back(index);
-        start_reads(p, tile);
+        int error;
+        tm_strip *strip = tm_strip_make(p, tile, &error);
+        if (error < 0)
+            fail(p, failure_of(tile, -error, TM_STAGE_READ));
+        if (!strip)
+            break;
+        p->num_admitted += !p->cut;
+        p->cut = tile->num_made < tile->num_strips ? tile : nullptr;
+        start_reads(p, strip);
         has_one = true;
     }
     return has_one;
 }
 
-// ---- the work on a tile ---------------------------------------------------------------------------------------------
+// ---- the work on a strip --------------------------------------------------------------------------------------------
 
-// The pieces where they lie in the tile's buffer; their checksums go to tile->crcs[first] and on.
-static tm_sums sums_of(tm_program *p, tm_program_tile *tile, const std::vector<tm_piece> &pieces, size_t first) {
+// The pieces; their checksums go to strip->crcs[first] and on.
+static tm_sums sums_of(tm_strip *strip, const std::vector<tm_piece> &pieces, size_t first) {
     for (size_t i = 0; i < pieces.size(); ++i) {
-        tile->addresses[first + i] = tm_program_place(p, tile, pieces[i].data);
-        tile->bytes[first + i] = pieces[i].bytes;
+        strip->addresses[first + i] = pieces[i].data;
+        strip->bytes[first + i] = pieces[i].bytes;
     }
-    return {pieces.size(), tile->addresses.data() + first, tile->bytes.data() + first, tile->crcs.data() + first};
+    return {pieces.size(), strip->addresses.data() + first, strip->bytes.data() + first, strip->crcs.data() + first};
 }
 
 // Compares the checksums of what was read with those that it must have.
-static tm_failure compare(const tm_program *p, const tm_program_tile *tile) {
+static tm_failure compare(const tm_strip *strip) {
     tm_failure failure = {};
-    for (size_t i = 0; i < tile->checks.size(); ++i) {
-        if (tile->crcs[i] == *tile->checks[i].crc)
+    for (size_t i = 0; i < strip->checks.size(); ++i) {
+        if (strip->crcs[i] == *strip->checks[i].crc)
             continue;
         if (failure.num_wrong == 0) {
-            failure = failure_of(p, tile, EBADMSG, TM_STAGE_CHECK);
-            failure.piece = i;
-            failure.seen = tile->crcs[i];
+            failure = failure_of(strip->tile, EBADMSG, TM_STAGE_CHECK);
+            failure.piece = strip->check_numbers[i];
+            failure.seen = strip->crcs[i];
         }
         ++failure.num_wrong;
     }
     return failure;
 }
 
-// Checks what was read, apart from its step. The tile is the thread's own; the lock is not held.
-static tm_failure check(tm_program *p, tm_program_tile *tile) {
-    if (tile->checks.empty())
+// Checks what was read, apart from its step. The strip is the thread's own; the lock is not held.
+static tm_failure check(tm_program *p, tm_strip *strip) {
+    if (strip->checks.empty())
         return {};
-    tile->times.check_ns[0] = tm_now_ns();
-    const tm_sums sums = sums_of(p, tile, tile->checks, 0);
+    const int64_t begin_ns = tm_now_ns();
+    const tm_sums sums = sums_of(strip, strip->checks, 0);
     const int code = tm_crc32c(p->workers, sums.n, sums.pieces, sums.bytes, sums.crcs);
     if (code < 0)
-        return failure_of(p, tile, -code, TM_STAGE_CHECK);
-    const tm_failure failure = compare(p, tile);
-    tile->times.check_ns[1] = tm_now_ns();
-    tile->checks.clear();
+        return failure_of(strip->tile, -code, TM_STAGE_CHECK);
+    const tm_failure failure = compare(strip);
+    add_to(strip->tile->times.check_ns, begin_ns, tm_now_ns());
+    strip->checks.clear();
     return failure;
 }
 
-static void keep_sums(tm_program_tile *tile, const uint32_t *crcs) {
-    for (size_t i = 0; i < tile->sums.size(); ++i) {
-        *tile->sums[i].crc = crcs[i];
-        if (tile->sums[i].is_known)
-            *tile->sums[i].is_known = 1;
+static void keep_sums(tm_strip *strip, const uint32_t *crcs) {
+    for (size_t i = 0; i < strip->sums.size(); ++i) {
+        *strip->sums[i].crc = crcs[i];
+        if (strip->sums[i].is_known)
+            *strip->sums[i].is_known = 1;
     }
-    tile->sums.clear();
+    strip->sums.clear();
 }
 
-static void move(const tm_program *p, const tm_program_tile *tile, tm_part *part) {
-    part->data = tm_program_place(p, tile, part->data);
-    part->scales = (uint8_t *)tm_program_place(p, tile, part->scales);
-}
-
-static bool is_in_buffer(const tm_program *p, const tm_program_tile *tile, const tm_part &part) {
-    const char *buffer = tile->buffer < 0 ? nullptr : p->buffers[(size_t)tile->buffer], *data = (char *)part.data;
-    return part.dtype == TM_NONE || (buffer && data >= buffer && data < buffer + p->buffer_bytes);
-}
-
-// Whether the steps change nothing but the tile's buffer, which is of no use when a checksum is wrong.
-static bool is_all_in_buffer(const tm_program *p, const tm_program_tile *tile) {
-    for (const tm_step &step : tile->steps)
+// Whether the steps change nothing but the strip's room, which is of no use when a checksum is wrong.
+static bool is_all_in_room(const tm_strip *strip) {
+    const char *begin = strip->room.data, *end = begin + strip->room.bytes;
+    for (const tm_step &step : strip->steps)
         for (const tm_part *part : {&step.weight, &step.master, &step.moments[0], &step.moments[1], &step.moments[2]})
-            if (!is_in_buffer(p, tile, *part))
+            if (part->dtype != TM_NONE && ((char *)part->data < begin || (char *)part->data >= end))
                 return false;
     return true;
 }
 
 // Checks, steps and sums, all in one pass if it may.
-static tm_failure step(tm_program *p, tm_program_tile *tile) {
-    for (tm_step &own : tile->steps) {
-        for (tm_part *part : {&own.weight, &own.master, &own.grad})
-            move(p, tile, part);
-        for (tm_part &moment : own.moments)
-            move(p, tile, &moment);
-    }
-    if (!is_all_in_buffer(p, tile)) {
-        const tm_failure failure = check(p, tile);
+static tm_failure step(tm_program *p, tm_strip *strip) {
+    if (!is_all_in_room(strip)) {
+        const tm_failure failure = check(p, strip);
         if (failure.error != 0)
             return failure;
     }
-    tile->times.step_ns[0] = tm_now_ns();
-    const tm_sums before = sums_of(p, tile, tile->checks, 0), after = sums_of(p, tile, tile->sums, before.n);
-    const int code = tm_pass_run(p->workers, tile->steps.size(), tile->steps.data(), &before, &after);
-    const tm_failure failure = code < 0 ? failure_of(p, tile, -code, TM_STAGE_STEP) : compare(p, tile);
+    const int64_t begin_ns = tm_now_ns();
+    const tm_sums before = sums_of(strip, strip->checks, 0), after = sums_of(strip, strip->sums, before.n);
+    const int code = tm_pass_run(p->workers, strip->steps.size(), strip->steps.data(), &before, &after);
+    const tm_failure failure = code < 0 ? failure_of(strip->tile, -code, TM_STAGE_STEP) : compare(strip);
     if (failure.error != 0)
         return failure;
-    keep_sums(tile, after.crcs);
-    tile->times.step_ns[1] = tm_now_ns();
+    keep_sums(strip, after.crcs);
+    add_to(strip->tile->times.step_ns, begin_ns, tm_now_ns());
     return {};
 }
 
-static void note_stepped(tm_program *p, tm_program_tile *tile) {
-    tile->is_stepped = true;
+static void note_stepped(tm_program *p, tm_strip *strip) {
+    tm_program_tile *tile = strip->tile;
+    strip->is_stepped = true;
     if (tile->wanted_at)
-        memcpy(tile->wanted_at, tm_program_place(p, tile, tile->weights), tile->weight_bytes);
+        memcpy(tile->wanted_at + strip->weights_first, strip->weights, strip->weight_bytes);
+    if (++tile->num_stepped < tile->num_strips)
+        return;
     tile->wanted_at = nullptr;
     if (tm_unit_left *left = tm_program_find_unit(p, tile->unit))
         --left->num_unstepped;
@@ -309,80 +319,86 @@ static void note_stepped(tm_program *p, tm_program_tile *tile) {
 }
 
 // Sums what a caller has made, apart from its step.
-static tm_failure sum(tm_program *p, tm_program_tile *tile) {
-    if (tile->sums.empty())
+static tm_failure sum(tm_program *p, tm_strip *strip) {
+    if (strip->sums.empty())
         return {};
-    tile->times.sum_ns[0] = tm_now_ns();
-    const tm_sums sums = sums_of(p, tile, tile->sums, 0);
+    const int64_t begin_ns = tm_now_ns();
+    const tm_sums sums = sums_of(strip, strip->sums, 0);
     const int code = tm_crc32c(p->workers, sums.n, sums.pieces, sums.bytes, sums.crcs);
     if (code < 0)
-        return failure_of(p, tile, -code, TM_STAGE_WRITE);
-    keep_sums(tile, sums.crcs);
-    tile->times.sum_ns[1] = tm_now_ns();
+        return failure_of(strip->tile, -code, TM_STAGE_WRITE);
+    keep_sums(strip, sums.crcs);
+    add_to(strip->tile->times.sum_ns, begin_ns, tm_now_ns());
     return {};
 }
 
-static void drop_tile(tm_program *p, tm_program_tile *tile) {
-    tile->has_failed = true;
-    end_tile(p, tile);
+static void drop(tm_program *p, tm_strip *strip) {
+    strip->has_failed = strip->tile->has_failed = true;
+    end_strip(p, strip);
 }
 
 // From stepped to written.
-static void send(tm_program *p, tm_program_tile *tile, Lock *lock) {
-    note_stepped(p, tile);
-    tile->state = TM_WORKED;
+static void send(tm_program *p, tm_strip *strip, Lock *lock) {
+    note_stepped(p, strip);
+    strip->state = TM_WORKED;
     lock->unlock();
-    const tm_failure failure = sum(p, tile);
+    const tm_failure failure = sum(p, strip);
     lock->lock();
     if (failure.error != 0) {
         fail(p, failure);
-        drop_tile(p, tile);
+        drop(p, strip);
         return;
     }
-    if (tile->writes.empty()) {
-        end_tile(p, tile);
+    if (strip->writes.empty()) {
+        end_strip(p, strip);
         return;
     }
-    tile->state = TM_WRITING;
+    tm_program_tile *tile = strip->tile;
+    strip->state = TM_WRITING;
     tile->times.is_writing = 1;
-    submit(p, tile, tile->writes, TM_WRITE, tile->is_urgent ? TM_NORMAL : TM_BACKGROUND, tile->times.write_ns);
-    if (tile->flights.empty()) // refused
-        drop_tile(p, tile);
+    submit(p, strip, strip->writes, TM_WRITE, tile->is_urgent ? TM_NORMAL : TM_BACKGROUND, TM_SPAN_WRITE);
+    if (strip->flights.empty()) // refused
+        drop(p, strip);
 }
 
-static void work_on(tm_program *p, tm_program_tile *tile, Lock *lock) {
-    if (p->is_stopping || tile->has_failed) {
-        drop_tile(p, tile);
+static void work_on(tm_program *p, tm_strip *strip, Lock *lock) {
+    if (p->is_stopping || strip->has_failed) {
+        drop(p, strip);
         return;
     }
-    const bool is_brought = tile->state == TM_COMPUTED; // and has been checked before
-    const bool is_called = !is_brought && (tile->flags & (TM_TILE_CALLED | TM_TILE_BROUGHT));
-    tile->state = TM_WORKED;
+    const bool is_brought = strip->state == TM_COMPUTED; // and has been checked before
+    const bool is_called = !is_brought && (strip->tile->flags & (TM_TILE_CALLED | TM_TILE_BROUGHT));
+    strip->state = TM_WORKED;
     lock->unlock();
-    const tm_failure failure = is_called ? check(p, tile) : step(p, tile);
+    const tm_failure failure = is_called ? check(p, strip) : step(p, strip);
     lock->lock();
     if (failure.error != 0) {
         fail(p, failure);
-        drop_tile(p, tile);
+        drop(p, strip);
     } else if (is_called) {
-        tile->state = TM_OFFERED;
+        strip->state = TM_OFFERED;
         p->changed.notify_all();
     } else {
-        send(p, tile, lock);
+        send(p, strip, lock);
     }
 }
 
-// The next tile to work on: one that a caller has computed, else the first urgent one that has arrived, else the first.
-static tm_program_tile *choose(tm_program *p) {
-    tm_program_tile *best = nullptr;
-    for (const uint32_t index : p->active) {
-        tm_program_tile *tile = &p->tiles[index];
-        if (tile->state == TM_COMPUTED)
-            return tile;
-        if (tile->state != TM_ARRIVED || tile->is_due)
-            continue;
-        if (!best || (tile->is_urgent && !best->is_urgent) || (tile->is_urgent == best->is_urgent && tile < best))
-            best = tile;
+static bool is_before(const tm_strip *strip, const tm_strip *other) {
+    const tm_program_tile *tile = strip->tile, *of_other = other->tile;
+    if (tile->is_urgent != of_other->is_urgent)
+        return tile->is_urgent;
+    return tile != of_other ? tile->index < of_other->index : strip->number < other->number;
+}
+
+// The next strip to work on: one that a caller has computed, else the first urgent one that has arrived, else the
+// first.
+static tm_strip *choose(tm_program *p) {
+    tm_strip *best = nullptr;
+    for (tm_strip *strip : p->active) {
+        if (strip->state == TM_COMPUTED)
+            return strip;
+        if (strip->state == TM_ARRIVED && !strip->is_due && (!best || is_before(strip, best)))
+            best = strip;
     }
     if (best && !p->is_stopping && (p->flags & TM_RUN_ONE_WRITE) && is_any(p, TM_OFFERED, TM_WRITING))
         return nullptr;
@@ -394,42 +410,38 @@ static tm_program_tile *choose(tm_program *p) {
 static void note_wait(tm_program *p, tm_program_tile *tile) {
     const int64_t arrived_ns =
         tile->times.read_ns[1] > tile->times.begun_ns[1] ? tile->times.read_ns[1] : tile->times.begun_ns[1];
-    if (p->waiting_since_ns && arrived_ns > p->waiting_since_ns) {
-        tile->times.waited_ns[0] = p->waiting_since_ns;
-        tile->times.waited_ns[1] = arrived_ns;
-    }
+    if (p->waiting_since_ns && arrived_ns > p->waiting_since_ns)
+        add_to(tile->times.waited_ns, p->waiting_since_ns, arrived_ns);
     p->waiting_since_ns = 0;
 }
 
-// Ends what may end early: reads of a run that stops, tiles that no caller has taken.
+// Ends what may end early: reads of a run that stops, strips that no caller has taken.
 static void cut_short(tm_program *p) {
-    for (const uint32_t index : p->active) {
-        tm_program_tile *tile = &p->tiles[index];
-        if (tile->state == TM_OFFERED || (tile->state == TM_ARRIVED && tile->flights.empty()))
-            drop_tile(p, tile);
-        else if (tile->state == TM_READING)
-            for (const tm_flight &flight : tile->flights)
+    for (tm_strip *strip : p->active)
+        if (strip->state == TM_OFFERED || (strip->state == TM_ARRIVED && strip->flights.empty()))
+            drop(p, strip);
+        else if (strip->state == TM_READING)
+            for (const tm_flight &flight : strip->flights)
                 tm_queue_cancel(flight.queue, flight.tag);
-    }
 }
 
 // What the run waits for goes before prefetches, when its caller waits for nothing else.
 static void hurry(tm_program *p) {
     if (!(p->flags & TM_RUN_AWAITED) || p->is_stopping)
         return;
-    tm_program_tile *first = nullptr;
-    for (const uint32_t index : p->active) {
-        tm_program_tile *tile = &p->tiles[index];
-        const bool is_read = tile->state == TM_READING;
-        if (!tile->flights.empty() && (!first || (is_read && first->state != TM_READING)))
-            first = tile;
+    tm_strip *first = nullptr;
+    for (tm_strip *strip : p->active) {
+        const bool is_read = strip->state == TM_READING;
+        if (!strip->flights.empty() && (!first || (is_read && first->state != TM_READING)))
+            first = strip;
     }
     if (first)
         tm_program_promote(first);
 }
 
 static bool end_if_over(tm_program *p) {
-    const bool is_over = p->active.empty() && (p->is_stopping || p->num_admitted == p->num_total);
+    const bool is_given = p->num_admitted == p->num_total && !p->cut;
+    const bool is_over = p->active.empty() && (p->is_stopping || is_given);
     if (p->phase == TM_PHASE_IDLE || !is_over)
         return false;
     if (p->phase == TM_PHASE_BEGUN && !p->is_stopping)
@@ -448,14 +460,14 @@ static bool turn(tm_program *p, Lock *lock) {
         cut_short(p);
     forget_ended(p);
     has_news = tm_program_admit(p) || has_news;
-    if (tm_program_tile *tile = p->phase == TM_PHASE_RUN ? choose(p) : nullptr) {
-        note_wait(p, tile);
-        if (tile->state == TM_COMPUTED && tile->has_failed)
-            drop_tile(p, tile);
-        else if (tile->state == TM_COMPUTED && (tile->flags & TM_TILE_CALLED))
-            send(p, tile, lock);
+    if (tm_strip *strip = p->phase == TM_PHASE_RUN ? choose(p) : nullptr) {
+        note_wait(p, strip->tile);
+        if (strip->state == TM_COMPUTED && strip->has_failed)
+            drop(p, strip);
+        else if (strip->state == TM_COMPUTED && (strip->tile->flags & TM_TILE_CALLED))
+            send(p, strip, lock);
         else
-            work_on(p, tile, lock);
+            work_on(p, strip, lock);
         has_news = true;
     }
     forget_ended(p);

@@ -415,6 +415,11 @@ int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, cons
  * nobody takes. Where a step changes other memory, the check comes first, and after a difference nothing is stepped.
  * Work of callers lies between a check and a sum of their own.
  *
+ * A tile without flags whose columns are given goes this way in strips, each in a part of a buffer, unless the run has
+ * one read or one write: few buffers are then in use, and what is under way is small enough for a processor's cache.
+ * Its columns hold all that it reads and writes, and each piece lies in one strip. The tile is stepped, and has ended,
+ * when all of its strips are.
+ *
  * The transfers of one tile never overlap each other; two tiles of a run share no byte. Each address that lies in the
  * first buffer means the same place in the buffer that the tile gets. A tile without transfers needs no buffer, unless
  * a caller brings bytes to it.
@@ -441,6 +446,14 @@ typedef struct tm_piece {
     uint8_t *is_known; /* may be NULL */
 } tm_piece;
 
+/* A state of a tile's elements, their weights or their gradients, one element behind the other in the first buffer. A
+ * strip is a range of elements through all columns: so many bytes of each, the last strip may have less. */
+typedef struct tm_column {
+    void *data;
+    uint64_t bytes;
+    uint64_t strip_bytes;
+} tm_column;
+
 enum tm_tile_flag {
     TM_TILE_CALLED = 1, /* its work is done by a caller of tm_program_next; steps are then not looked at */
     TM_TILE_BEGUN = 2,  /* tm_program_begin has been given its reads and checks; those given now come in addition */
@@ -464,6 +477,8 @@ typedef struct tm_tile {
     const tm_transfer *writes;
     void *weights; /* what tm_program_take copies; NULL: nothing */
     uint64_t weight_bytes;
+    const tm_column *columns; /* NULL: the tile is not stepped in strips */
+    uint64_t num_columns;
 } tm_tile;
 
 enum tm_run_flag {
@@ -484,10 +499,11 @@ typedef struct tm_failure {
     uint64_t tile;  /* index in the run */
     uint64_t piece; /* the first that differs, counted through what tm_program_begin and tm_program_run were given */
     uint32_t seen;  /* its checksum */
-    uint32_t num_wrong; /* pieces of this tile that differ */
+    uint32_t num_wrong; /* pieces of this tile, or strip, that differ */
 } tm_failure;
 
-/* What became of a tile. CLOCK_MONOTONIC nanoseconds; 0: it did not come to that. */
+/* What became of a tile. CLOCK_MONOTONIC nanoseconds; 0: it did not come to that. Of several strips: transfers from the
+ * first to the end of the last; work and waiting as long as all of it together, up to the end of the last. */
 typedef struct tm_tile_times {
     int64_t begun_ns[2];  /* the transfers of tm_program_begin: from the first block to the end of the last one */
     int64_t read_ns[2];   /* those of tm_program_run */
@@ -540,8 +556,8 @@ int tm_program_await(tm_program *program, uint64_t tile, int64_t timeout_ns);
 
 /* Asks for a copy of a tile's new weights at `to` (weight_bytes of it), made when the tile is stepped, or at once while
  * its buffer holds them. 1: it is or will be made, unless the run ends before; tm_program_wait tells when. 0: the
- * buffer is in other use already, and the write has ended. NULL: takes the request back; on return nothing is copied to
- * it any more. */
+ * buffer is in other use already, and the write has ended. Blocks while that is so of a strip, and not of all. NULL:
+ * takes the request back; on return nothing is copied to it any more. */
 int tm_program_take(tm_program *program, uint64_t tile, void *to);
 
 /* The memory behind `kept` is about to change, for all tiles of a unit. On return nothing reads it any more: tiles that

@@ -1,6 +1,7 @@
 """Program: reads, checks, computes, sums and writes tiles at the same time, through a fixed number of buffers.
 
-    buffers   those of one pool; a tile holds one from the start of its read to the end of its write
+    buffers   those of one pool; a tile holds one from the start of its read to the end of its write. Native steps need a part
+              of one: they go through a tile in strips
     read      starts in the given order, as many tiles ahead as there are free buffers (without `read_ahead`: one tile at a
               time)
     compute   one tile at a time: the first in order whose bytes have arrived

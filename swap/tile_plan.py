@@ -29,13 +29,16 @@ from tiermem.swap.tile_program import (
     BROUGHT,
     CALLED,
     CHECK_STAGE,
+    NO_COLUMNS,
     NO_PIECES,
     NOTHING,
     STEP_STAGE,
+    Column,
     Failure,
     NativeTile,
     TileTimes,
     bytes_of_rows,
+    columns_of,
 )
 
 T = TypeVar("T")
@@ -101,6 +104,14 @@ class TileWork(Protocol[T_contra]):
     def steps(self, tile: T_contra, slot: Slot | None) -> Sequence[NativeStep] | None:
         """The native steps that are its work; None: `compute` does it."""
         return None
+
+    def columns(self, tile: T_contra, slot: Slot | None) -> Sequence[Column]:
+        """What its reads and writes hold, for native steps that go in strips of it; none: they step all of it at once.
+
+        Every column begins at a multiple of the disk's alignment in the buffer and on disk, and so does each strip of it. A
+        piece with a checksum lies in one strip.
+        """
+        return ()
 
     def is_brought(self, tile: T_contra) -> bool:
         """Whether its buffer gets more than its reads: from `bring`, before its native steps, or from `compute`."""
@@ -249,6 +260,7 @@ class TilePlans:
             sums=planned.sums,
             writes=writes,
             weights=NOTHING if shown is None else shown.memory,
+            columns=NO_COLUMNS if flags else columns_of(work.columns(tile, slot)),
         )
         ops, expected = planned.transfers.reads, planned.expected
         plan = TilePlan(

@@ -35,6 +35,24 @@ NO_PIECES: PieceRows = np.zeros((0, len(_COLUMNS)), np.uint64)
 _UNIT_OF_DATA = np.array([column == "data" for column in _COLUMNS], np.uint64)
 
 
+class Column(NamedTuple):
+    """A state, the weights or the gradients of a tile in the first buffer, of which each strip has so many bytes."""
+
+    memory: ByteRange
+    strip_bytes: int
+
+
+def columns_of(columns: Sequence[Column]) -> Any:
+    """The columns of a tile as tm_column[]."""
+    rows = ffi.new("tm_column[]", len(columns))
+    for row, (memory, strip_bytes) in zip(rows, columns, strict=True):
+        row.data, row.bytes, row.strip_bytes = ffi.cast("void *", memory.offset), memory.num_bytes, strip_bytes
+    return rows
+
+
+NO_COLUMNS = columns_of(())
+
+
 @dataclasses.dataclass(eq=False)
 class NativeTile:
     """A tile as the program gets it. Addresses are those in the first buffer."""
@@ -48,6 +66,7 @@ class NativeTile:
     sums: PieceRows
     writes: Any  # tm_transfer[]
     weights: ByteRange = NOTHING
+    columns: Any = NO_COLUMNS  # tm_column[]; none: it is not stepped in strips
     _steps: Any = None  # tm_step *[]
 
     @functools.cached_property
@@ -64,6 +83,7 @@ class NativeTile:
         struct.num_checks, struct.num_sums = len(self.checks), len(self.sums)
         struct.checks = ffi.cast("const tm_piece *", self.checks.ctypes.data)
         struct.sums = ffi.cast("const tm_piece *", self.sums.ctypes.data)
+        struct.columns, struct.num_columns = self.columns, len(self.columns)
         struct.weights, struct.weight_bytes = ffi.cast("void *", self.weights.offset), self.weights.num_bytes
         return struct[0]
 
@@ -190,7 +210,10 @@ class TileProgram:
         return None if code == -errno.ETIMEDOUT else check(code, f"waiting for tile {tile}") == 0
 
     def take(self, tile: int, address: int) -> bool:
-        """Asks for a tile's new weights at an address; False: read them from disk. Address 0 takes the request back."""
+        """Asks for a tile's new weights at an address; False: read them from disk. Address 0 takes the request back.
+
+        Blocks while a strip of the tile has been written and others have not.
+        """
         to = ffi.cast("void *", address)
         return check(lib.tm_program_take(self.handle, tile, to), "taking a tile's weights") == 1
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from strips import cut_small_tiles
 
 # Torch's own, started when first needed and kept: pools of autograd and OpenMP, and those of CUDA's driver.
 _TORCH_THREADS = ("pt_autograd", "pt_", "OMP", "libgomp", "cuda")
@@ -30,10 +31,11 @@ _GRACE_S = 10.0  # a thread that has ended may stay that long on a machine that 
 @pytest.fixture(scope="session", autouse=True)
 def warmed_up() -> None:
     """Torch starts its thread pools now, and multiprocessing its tracker, so that no test is blamed for them; tqdm starts no
-    thread. What is imported is not collected again. Seeds are for the devices that are there."""
+    thread. What is imported is not collected again. Small tiles have strips. Seeds are for the devices that are there."""
     a = torch.ones(512, 512, requires_grad=True)
     (a @ a).sum().backward()
     torch.ones(1 << 20).add_(1).sum()
+    cut_small_tiles()
     resource_tracker.ensure_running()
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         if not kind.is_available():  # torch.manual_seed keeps the stack of each call for the day it starts: 2 ms

@@ -27,6 +27,7 @@ import torch.distributed as dist
 # Before there is a group, which it would hold: zero/joining.py.
 import torch.distributed.nn.functional
 from forks import forked, free_port
+from strips import cut_small_tiles
 
 _WAIT_S = 60.0  # for other ranks, in collectives
 
@@ -52,6 +53,7 @@ def as_rank(backend: str = "gloo") -> Iterator[tuple[int, Path, list[str]]]:
     dist.init_process_group(
         backend, init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=_WAIT_S)
     )
+    cut_small_tiles()
     yield rank, folder / f"{rank}.pt", sys.argv[2:]
     dist.destroy_process_group()
 

@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from strips import cut_small_tiles
 from torch import nn
 
 import tiermem
 from tiermem import utils
+
+cut_small_tiles()
 
 PHASES = ("opening", "training", "saving", "window", "speculation", "undo", "ending")
 

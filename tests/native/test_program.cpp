@@ -103,7 +103,7 @@ struct Run {
             pointers.push_back(&steps[i]);
         for (uint32_t i = 0; i < n; ++i)
             tiles.push_back({1000 + i, i / 2, 0, 1, 1, 1, 1, 1, 0, &transfers[i], &pieces[i], &pointers[i], &pieces[i],
-                             &transfers[i], memory.data + STATES, WEIGHTS});
+                             &transfers[i], memory.data + STATES, WEIGHTS, nullptr, 0});
     }
     int begin(uint32_t num) {
         return tm_program_begin(world->program, buffers.data(), (uint32_t)buffers.size(), TILE, tiles.data(), num);
@@ -528,8 +528,8 @@ static void test_a_flipped_bit_ends_the_run(bool has_weights_outside) {
     const tm_step *steps[] = {&step};
     const tm_transfer transfer = {world.queue.q, memory.data, num_bytes, 0, nullptr, world.file.fd, 0};
     const uint32_t num = (uint32_t)checks.size();
-    const tm_tile tile = {1,     0,           0,         1,       num, 1, num, 1, 0, &transfer, checks.data(),
-                          steps, sums.data(), &transfer, nullptr, 0};
+    const tm_tile tile = {1,     0,           0,         1,       num, 1,       num, 1, 0, &transfer, checks.data(),
+                          steps, sums.data(), &transfer, nullptr, 0,   nullptr, 0};
     void *buffers[] = {memory.data};
     tm_tile_times times;
     tm_failure failure;

@@ -411,7 +411,8 @@ class StateTiles:
         for live in dict.fromkeys(tile.live for tile in tiles):
             if live.entry is not None:
                 starts = [tile.start for tile in self._of_unit[live]]
-                self._store.sums.protect(live.entry, StatePieces(weight_runs(live.unit, rank, starts)).pieces)
+                strip = self._of_unit[live][0].layout.strip_numel
+                self._store.sums.protect(live.entry, StatePieces(weight_runs(live.unit, rank, strip, starts)).pieces)
 
     # ---- reading and writing pieces ----------------------------------------------------------------------------------------
 

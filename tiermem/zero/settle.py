@@ -21,7 +21,7 @@ from tiermem.zero.packed import PackedGather, gathers_packed
 from tiermem.zero.plan import Plan, keeps_secondary
 from tiermem.zero.pools import Pools
 from tiermem.zero.quantised import BlockFormat, pack_into
-from tiermem.zero.state_layout import StatePieces, keeps_initial_master, keeps_sums, weight_runs
+from tiermem.zero.state_layout import StatePieces, keeps_initial_master, keeps_sums, planned_layout, weight_runs
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
 from tiermem.zero.unit_memory import LAYOUTS, Passage, UnitMemory, apart
@@ -184,7 +184,8 @@ class _Settler:
         if keeps_sums(self._policy):
             step = round_up(self._plan.choice.tile_numel, UNIT_ALIGN)  # of frozen units too, which may be unfrozen
             cuts = range(step, unit.shard_numel, step)
-            runs = weight_runs(unit, self._topology.shard_rank, cuts)
+            strip = planned_layout(unit, self._policy).strip_numel
+            runs = weight_runs(unit, self._topology.shard_rank, strip, cuts)
             self._store.sums.protect(entry, StatePieces(runs).pieces)
 
     def _gather_of(self, unit: Unit, memory: UnitMemory, home: Tier) -> Gather | None:

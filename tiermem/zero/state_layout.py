@@ -15,7 +15,7 @@ import torch
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.checksum import Pieces
-from tiermem.swap.parts import Moment, Quantised, num_scales
+from tiermem.swap.parts import Q8_BLOCK, Moment, Quantised, num_scales
 from tiermem.swap.ranges import ByteRange, Numbers, round_up
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.quantised import BLOCK, BlockFormat, byte_ranges
@@ -54,6 +54,10 @@ class StatePart(NamedTuple):
         if self.kind == "8bit":
             return Quantised(data[:numel], data[numel : numel + num_scales(numel)])
         return data[: self.num_bytes(numel)].view(torch.int16 if self.kind == "split" else DTYPES[self.kind])
+
+
+STRIP_NUMEL = 1 << 17
+"""Elements of a strip of a tile: two megabytes of an exact step, one of a compact one."""
 
 
 class StateViews(NamedTuple):
@@ -134,6 +138,22 @@ class StateLayout:
         initial = self.initial_offset_bytes(numel) + FP32_BYTES * numel if keeps_initial else 0
         return max(self.total_bytes(numel), round_up(initial, ALIGNMENT))
 
+    @property
+    def strip_numel(self) -> int:
+        """Elements of a strip of a tile; of 8-bit moments as many as fill a page with scales."""
+        return max(STRIP_NUMEL, Q8_BLOCK * ALIGNMENT) if self.precision.moments == "8bit" else STRIP_NUMEL
+
+    def columns(self, numel: int) -> Iterator[tuple[ByteRange, int]]:
+        """The bytes of each part in a tile's states, 8-bit: of codes and of scales; and how many of them a strip has."""
+        place, strip = 0, self.strip_numel
+        for part in self.parts:
+            sizes = [(part.num_bytes(numel), part.num_bytes(strip))]
+            if part.kind == "8bit":
+                sizes = [(numel, strip), (num_scales(numel), num_scales(strip))]
+            for num_bytes, strip_bytes in sizes:
+                yield ByteRange(place, num_bytes), strip_bytes
+                place += num_bytes
+
     def views(self, states: torch.Tensor, numel: int) -> StateViews:
         """The parts of a tile's states as views of `states`: a uint8 tensor of total_bytes(numel)."""
         found, offset = [], 0
@@ -208,6 +228,13 @@ BLOCK_BYTES = 1 << 20
 WEIGHT, SCALES = "weight", ".scales"
 
 
+class Strips(NamedTuple):
+    """Byte ranges of one length, one behind the other."""
+
+    first: int  # byte of the first
+    num_bytes: int  # of each
+
+
 class Run(NamedTuple):
     """Bytes of an entry that are contiguous in one state of one parameter as well."""
 
@@ -218,6 +245,7 @@ class Run(NamedTuple):
     num_bytes: int
     grain_bytes: int  # bytes of one grain ...
     grain_numel: int = 1  # ... and its elements
+    strips: Strips | None = None  # of the entry
 
 
 class StatePiece(NamedTuple):
@@ -249,7 +277,8 @@ class StatePieces:
         tiles                      [ tile | tile | tile ][ tile | tile | tile ]
         pieces                     [  |   |    |  |     ][   |  |    | |      ]
 
-    A piece lies in one block, one tile and one rank, so it is written and read whole. Checksums (CRC-32C) of consecutive pieces
+    Tiles are cut in strips, which are read and written one by one. A piece lies in one block, one strip and one rank, so it is
+    written and read whole. Checksums (CRC-32C) of consecutive pieces
     combine to the checksum of their block, whatever the tiles and ranks. Padding between parameters, states in memory and
     gradients have no checksum.
 
@@ -275,10 +304,10 @@ class StatePieces:
         return StatePiece(run.shard.name, run.state() or "an unused state", start, stop, run.shard.num_steps)
 
 
-def weight_runs(unit: Unit, shard_rank: int, cuts: Sequence[int] = ()) -> Iterator[Run]:
+def weight_runs(unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int] = ()) -> Iterator[Run]:
     """The runs of a unit's entry on NVMe that hold this rank's weights.
 
-    cuts: elements of its shard layout, ascending, at which tiles divide it.
+    strip: elements of a strip; cuts: elements of its shard layout, ascending, at which tiles divide it.
     """
     if unit.blocks is not None:
         yield from _packed_runs(unit, unit.blocks, shard_rank)
@@ -287,7 +316,10 @@ def weight_runs(unit: Unit, shard_rank: int, cuts: Sequence[int] = ()) -> Iterat
     for span in itertools.starmap(slice, itertools.pairwise([0, *cuts, unit.shard_numel])):
         for part in ranges_in(unit, span, shard_rank):
             first = part.first_element(shard_rank)
-            yield Run(part.shard, _weight, part.in_unit.start * size, first * size, part.numel * size, size)
+            strips = Strips(span.start * size, strip * size)
+            yield Run(
+                part.shard, _weight, part.in_unit.start * size, first * size, part.numel * size, size, strips=strips
+            )
 
 
 def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[Run]:
@@ -312,8 +344,15 @@ def _weight_scales() -> str:
 
 def _cut(run: Run) -> Numbers:
     """The first bytes of a run's pieces, in the state of the whole parameter."""
-    inner = np.arange(round_up(run.first_byte + 1, BLOCK_BYTES), run.first_byte + run.num_bytes, BLOCK_BYTES)
-    return np.concatenate(([run.first_byte], inner)).astype(np.int64)
+    end = run.first_byte + run.num_bytes
+    cuts: list[Numbers] = [
+        np.array([run.first_byte]),
+        np.arange(round_up(run.first_byte + 1, BLOCK_BYTES), end, BLOCK_BYTES),
+    ]
+    if run.strips is not None:
+        first, num_bytes = run.strips.first + run.first_byte - run.offset, run.strips.num_bytes
+        cuts.append(np.arange(first + round_up(run.first_byte + 1 - first, num_bytes), end, num_bytes))
+    return np.unique(np.concatenate(cuts)).astype(np.int64)
 
 
 def _element(run: Run, byte: int) -> int:
