@@ -37,6 +37,7 @@ enum tm_strip_state {
     TM_ENDED     // has no room any more
 };
 
+// A tile as it was given, and how far its strips are.
 struct tm_program_tile {
     uint64_t key, weight_bytes = 0;
     uint32_t index = 0, unit, flags, turn;

@@ -418,7 +418,7 @@ int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, cons
  * A tile without flags whose columns are given goes this way in strips, each in a part of a buffer, unless the run has
  * one read or one write: few buffers are then in use, and what is under way is small enough for a processor's cache.
  * Its columns hold all that it reads and writes, and each piece lies in one strip. The tile is stepped, and has ended,
- * when all of its strips are.
+ * when all of its strips are. A difference ends the run before its own strip is stepped; others may be written.
  *
  * The transfers of one tile never overlap each other; two tiles of a run share no byte. Each address that lies in the
  * first buffer means the same place in the buffer that the tile gets. A tile without transfers needs no buffer, unless
