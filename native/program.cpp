@@ -83,6 +83,18 @@ static bool is_valid(const tm_tile &tile) {
            (tile.flags & ~(uint32_t)(TM_TILE_CALLED | TM_TILE_BEGUN | TM_TILE_BROUGHT)) == 0;
 }
 
+// What a call gives: tiles of a phase, and the buffers that they pass.
+struct Given {
+    tm_program_phase phase;
+    void *const *buffers;
+    uint32_t num_buffers;
+    uint64_t buffer_bytes;
+    const tm_tile *tiles;
+    uint32_t n, total;
+    int32_t priority;
+    uint32_t flags;
+};
+
 static tm_program_tile copy_of(const tm_tile &given, tm_program_phase phase) {
     tm_program_tile tile;
     tile.key = given.key;
@@ -109,27 +121,24 @@ static Tiles::iterator find_tile(Tiles *tiles, uint64_t key) {
     return std::find_if(tiles->begin(), tiles->end(), [&](const tm_program_tile &tile) { return tile.key == key; });
 }
 
-static int check_given(const tm_program *p, bool is_run, const tm_tile *tiles, uint32_t n) {
-    if (n > 0 && !tiles)
+static int check_given(const tm_program *p, const Given &given) {
+    if ((given.n > 0 && !given.tiles) || !std::all_of(given.tiles, given.tiles + given.n, is_valid))
         return -EINVAL;
-    for (uint32_t i = 0; i < n; ++i)
-        if (!is_valid(tiles[i]))
-            return -EINVAL;
     if (p->is_closing)
         return -ESHUTDOWN;
-    return p->phase == TM_PHASE_IDLE || (is_run && p->phase == TM_PHASE_BEGUN) ? 0 : -EBUSY;
+    return p->phase == TM_PHASE_IDLE || (given.phase == TM_PHASE_RUN && p->phase == TM_PHASE_BEGUN) ? 0 : -EBUSY;
 }
 
-// Copies of the given tiles. buffer: the first one; NULL: there is none. flags: of the run. May throw bad_alloc.
-static int copy_tiles(const void *buffer, uint64_t buffer_bytes, const tm_tile *given, uint32_t n,
-                      tm_program_phase phase, uint32_t flags, Tiles *tiles) {
-    for (uint32_t i = 0; i < n; ++i) {
-        tm_program_tile tile = copy_of(given[i], phase);
-        if (flags & (TM_RUN_ONE_READ | TM_RUN_ONE_WRITE))
+// Copies of the given tiles; may throw bad_alloc.
+static int copy_tiles(const Given &given, Tiles *tiles) {
+    const char *buffer = given.num_buffers ? (const char *)given.buffers[0] : nullptr;
+    for (uint32_t i = 0; i < given.n; ++i) {
+        tm_program_tile tile = copy_of(given.tiles[i], given.phase);
+        if (given.flags & (TM_RUN_ONE_READ | TM_RUN_ONE_WRITE))
             tile.columns.clear();
         if (tm_program_needs_room(&tile) && !buffer)
             return -ENOBUFS;
-        const int code = tm_tile_cut(&tile, (const char *)buffer, buffer_bytes);
+        const int code = tm_tile_cut(&tile, buffer, given.buffer_bytes);
         if (code < 0)
             return code;
         tiles->push_back(std::move(tile));
@@ -192,11 +201,11 @@ static void go_on(tm_program *p, tm_strip *strip, tm_program_tile *tile) {
     strip->tile = tile;
     tm_strip_fill(p, strip);
 }
+
 // Makes the given tiles the program's; may throw bad_alloc before anything is changed.
-static int set_tiles(tm_program *p, tm_program_phase phase, void *const *buffers, uint32_t num_buffers,
-                     uint64_t buffer_bytes, const tm_tile *given, uint32_t n, uint32_t total, uint32_t flags) {
+static int set_tiles(tm_program *p, const Given &given) {
     Tiles tiles;
-    int code = copy_tiles(num_buffers ? buffers[0] : nullptr, buffer_bytes, given, n, phase, flags, &tiles);
+    int code = copy_tiles(given, &tiles);
     std::vector<tm_program_tile *> begun;
     if (code == 0)
         code = find_begun(p, &tiles, &begun);
@@ -204,13 +213,14 @@ static int set_tiles(tm_program *p, tm_program_phase phase, void *const *buffers
         return code;
     std::vector<uint32_t> order;
     std::vector<tm_unit_left> units;
-    std::vector<uint32_t> used_parts(num_buffers);
+    std::vector<uint32_t> used_parts(given.num_buffers);
     std::vector<int> free_buffers;
-    order.reserve(total);
-    units.reserve(total);
-    free_buffers.reserve(num_buffers);
-    std::vector<char *> own_buffers((char *const *)buffers, (char *const *)buffers + num_buffers);
-    for (uint32_t i = num_buffers; i > 0; --i) {
+    order.reserve(given.total);
+    units.reserve(given.total);
+    free_buffers.reserve(given.num_buffers);
+    char *const *first = (char *const *)given.buffers;
+    std::vector<char *> buffers(first, first + given.num_buffers);
+    for (uint32_t i = given.num_buffers; i > 0; --i) {
         const auto has_it = [&](const tm_strip *strip) { return strip->room.buffer == (int)i - 1; };
         if (std::none_of(p->active.begin(), p->active.end(), has_it))
             free_buffers.push_back((int)i - 1);
@@ -221,13 +231,13 @@ static int set_tiles(tm_program *p, tm_program_phase phase, void *const *buffers
     p->tiles.swap(tiles);
     p->order.swap(order);
     p->units.swap(units);
-    p->buffers.swap(own_buffers);
+    p->buffers.swap(buffers);
     p->free_buffers.swap(free_buffers);
     p->used_parts.swap(used_parts);
     p->free_parts.clear();
-    p->buffer_bytes = buffer_bytes;
+    p->buffer_bytes = given.buffer_bytes;
     p->num_admitted = 0;
-    p->num_total = total;
+    p->num_total = given.total;
     p->cut = nullptr;
     p->is_stopping = p->failure.error != 0;
     for (size_t i = 0; i < begun.size(); ++i)
@@ -238,30 +248,28 @@ static int set_tiles(tm_program *p, tm_program_phase phase, void *const *buffers
     return 0;
 }
 
-static int begin_phase(tm_program *p, tm_program_phase phase, void *const *buffers, uint32_t num_buffers,
-                       uint64_t buffer_bytes, const tm_tile *tiles, uint32_t n, uint32_t total, int32_t priority,
-                       uint32_t flags) {
-    if (!p || (num_buffers > 0 && !buffers) || n > total)
+static int begin_phase(tm_program *p, const Given &given) {
+    if (!p || (given.num_buffers > 0 && !given.buffers) || given.n > given.total)
         return -EINVAL;
     if (p->owner != getpid())
         return -EPIPE;
     {
         Lock lock(p->mutex);
-        int code = check_given(p, phase == TM_PHASE_RUN, tiles, n);
+        int code = check_given(p, given);
         if (code < 0)
             return code;
         try {
-            code = set_tiles(p, phase, buffers, num_buffers, buffer_bytes, tiles, n, total, flags);
+            code = set_tiles(p, given);
         } catch (...) {
             code = -ENOMEM;
         }
         if (code < 0)
             return code;
-        p->phase = phase;
-        p->priority = priority;
-        p->flags = flags;
+        p->phase = given.phase;
+        p->priority = given.priority;
+        p->flags = given.flags;
         p->waiting_since_ns = tm_now_ns();
-        if (phase == TM_PHASE_BEGUN)
+        if (given.phase == TM_PHASE_BEGUN)
             tm_program_admit(p); // the run finds each of them with its buffer
     }
     p->bell.ring();
@@ -271,7 +279,7 @@ static int begin_phase(tm_program *p, tm_program_phase phase, void *const *buffe
 int tm_program_begin(tm_program *program, void *const *buffers, uint32_t num_buffers, uint64_t buffer_bytes,
                      const tm_tile *tiles, uint32_t n) {
     n = n < num_buffers ? n : num_buffers;
-    return begin_phase(program, TM_PHASE_BEGUN, buffers, num_buffers, buffer_bytes, tiles, n, n, TM_BACKGROUND, 0);
+    return begin_phase(program, {TM_PHASE_BEGUN, buffers, num_buffers, buffer_bytes, tiles, n, n, TM_BACKGROUND, 0});
 }
 
 int tm_program_run(tm_program *program, void *const *buffers, uint32_t num_buffers, uint64_t buffer_bytes,
@@ -279,7 +287,7 @@ int tm_program_run(tm_program *program, void *const *buffers, uint32_t num_buffe
     const uint32_t known = TM_RUN_ONE_READ | TM_RUN_ONE_WRITE | TM_RUN_AWAITED;
     if (priority < TM_URGENT || priority > TM_BACKGROUND || (flags & ~known))
         return -EINVAL;
-    return begin_phase(program, TM_PHASE_RUN, buffers, num_buffers, buffer_bytes, tiles, n, total, priority, flags);
+    return begin_phase(program, {TM_PHASE_RUN, buffers, num_buffers, buffer_bytes, tiles, n, total, priority, flags});
 }
 
 int tm_program_add(tm_program *program, const tm_tile *tiles, uint32_t n) {
@@ -296,8 +304,16 @@ int tm_program_add(tm_program *program, const tm_tile *tiles, uint32_t n) {
             return -EINVAL;
         try {
             Tiles copies;
-            const char *buffer = program->buffers.empty() ? nullptr : program->buffers[0];
-            const int code = copy_tiles(buffer, program->buffer_bytes, tiles, n, TM_PHASE_RUN, program->flags, &copies);
+            const Given given = {TM_PHASE_RUN,
+                                 (void *const *)program->buffers.data(),
+                                 (uint32_t)program->buffers.size(),
+                                 program->buffer_bytes,
+                                 tiles,
+                                 n,
+                                 n,
+                                 program->priority,
+                                 program->flags};
+            const int code = copy_tiles(given, &copies);
             if (code < 0)
                 return code;
             const size_t first = program->tiles.size();

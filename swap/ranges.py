@@ -31,6 +31,13 @@ class ByteRange(NamedTuple):
     num_bytes: int
 
 
+class Column(NamedTuple):
+    """A state, the weights or the gradients of a tile in its bytes, one element behind the other."""
+
+    place: ByteRange
+    strip_bytes: int  # of each strip: a range of the tile's elements
+
+
 class FileRange(NamedTuple):
     """A range of bytes of a file."""
 

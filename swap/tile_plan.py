@@ -22,7 +22,7 @@ from tiermem.swap.native import Op, TransferError, step_struct
 from tiermem.swap.parts import Dither, StepParts, StepRule
 from tiermem.swap.places import TileRanges, WritePlan
 from tiermem.swap.queue import Recorder
-from tiermem.swap.ranges import ByteRange, Numbers
+from tiermem.swap.ranges import ByteRange, Column, Numbers
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tile_program import (
     BEGUN,
@@ -33,7 +33,6 @@ from tiermem.swap.tile_program import (
     NO_PIECES,
     NOTHING,
     STEP_STAGE,
-    Column,
     Failure,
     NativeTile,
     TileTimes,
@@ -105,8 +104,8 @@ class TileWork(Protocol[T_contra]):
         """The native steps that are its work; None: `compute` does it."""
         return None
 
-    def columns(self, tile: T_contra, slot: Slot | None) -> Sequence[Column]:
-        """What its reads and writes hold, for native steps that go in strips of it; none: they step all of it at once.
+    def columns(self, tile: T_contra) -> Sequence[Column]:
+        """What its reads and writes hold, in its buffer, for native steps in strips; none: they step all of it at once.
 
         Every column begins at a multiple of the disk's alignment in the buffer and on disk, and so does each strip of it. A
         piece with a checksum lies in one strip.
@@ -260,7 +259,7 @@ class TilePlans:
             sums=planned.sums,
             writes=writes,
             weights=NOTHING if shown is None else shown.memory,
-            columns=NO_COLUMNS if flags else columns_of(work.columns(tile, slot)),
+            columns=NO_COLUMNS if flags or slot is None else columns_of(work.columns(tile), slot.tensor.data_ptr()),
         )
         ops, expected = planned.transfers.reads, planned.expected
         plan = TilePlan(

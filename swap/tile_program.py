@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiermem.swap.native import NORMAL, Workers, check, check_process, ffi, lib, mirror
-from tiermem.swap.ranges import ByteRange, Numbers
+from tiermem.swap.ranges import ByteRange, Column, Numbers
 
 ONE_READ, ONE_WRITE, AWAITED = int(lib.TM_RUN_ONE_READ), int(lib.TM_RUN_ONE_WRITE), int(lib.TM_RUN_AWAITED)
 CALLED, BEGUN, BROUGHT = int(lib.TM_TILE_CALLED), int(lib.TM_TILE_BEGUN), int(lib.TM_TILE_BROUGHT)
@@ -35,18 +35,11 @@ NO_PIECES: PieceRows = np.zeros((0, len(_COLUMNS)), np.uint64)
 _UNIT_OF_DATA = np.array([column == "data" for column in _COLUMNS], np.uint64)
 
 
-class Column(NamedTuple):
-    """A state, the weights or the gradients of a tile in the first buffer, of which each strip has so many bytes."""
-
-    memory: ByteRange
-    strip_bytes: int
-
-
-def columns_of(columns: Sequence[Column]) -> Any:
-    """The columns of a tile as tm_column[]."""
+def columns_of(columns: Sequence[Column], base: int = 0) -> Any:
+    """The columns of a tile whose first buffer begins at `base`, as tm_column[]."""
     rows = ffi.new("tm_column[]", len(columns))
-    for row, (memory, strip_bytes) in zip(rows, columns, strict=True):
-        row.data, row.bytes, row.strip_bytes = ffi.cast("void *", memory.offset), memory.num_bytes, strip_bytes
+    for row, (place, strip_bytes) in zip(rows, columns, strict=True):
+        row.data, row.bytes, row.strip_bytes = ffi.cast("void *", base + place.offset), place.num_bytes, strip_bytes
     return rows
 
 

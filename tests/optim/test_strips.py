@@ -14,8 +14,7 @@ from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import TilePass
 from tiermem.precision import PRESETS
-from tiermem.swap.arena import Slot
-from tiermem.swap.tile_program import Column
+from tiermem.swap.ranges import Column
 from tiermem.zero import state_layout
 from tiermem.zero.state_layout import MASTER
 
@@ -57,9 +56,9 @@ def test_strips_have_the_bits_of_whole_tiles(preset: str, tmp_path: Path, monkey
     precision = Precision.preset(preset)
     columns, most = TilePass.columns, list[int]()
 
-    def count(self: TilePass, tile: Tile, slot: Slot | None) -> list[Column]:
-        found = columns(self, tile, slot)
-        most.append(max((-(-each.memory.num_bytes // each.strip_bytes) for each in found), default=0))
+    def count(self: TilePass, tile: Tile) -> list[Column]:
+        found = columns(self, tile)
+        most.append(max((-(-each.place.num_bytes // each.strip_bytes) for each in found), default=0))
         return found
 
     monkeypatch.setattr(TilePass, "columns", count)

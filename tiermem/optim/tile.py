@@ -19,10 +19,10 @@ import torch
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.parts import Q8_BLOCK, num_scales
-from tiermem.swap.ranges import ByteRange, round_up, within
+from tiermem.swap.ranges import ByteRange, Column, round_up, within
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.plan import Plan
-from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart, Strips, planned_layout
+from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart, planned_layout
 from tiermem.zero.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.zero.unit_state import LiveUnit
 
@@ -109,17 +109,16 @@ class Tile(StateTile):
     def _is_in_memory(self) -> bool:
         return self.home is not Tier.NVME and self.live.entry is None
 
-    def columns(self, reads_grads: bool) -> list[tuple[ByteRange, int]]:
-        """What of its buffer passes from or to NVMe in a step, and how many bytes of each a strip has. Empty: no strip has
-        whole pages of each."""
-        found, strip = list[tuple[ByteRange, int]](), self.layout.strip_numel
+    def columns(self, reads_grads: bool) -> list[Column]:
+        """What of its buffer passes from or to NVMe in a step. Empty: strips do not have whole pages of each."""
+        found, strip = list[Column](), self.layout.strip_numel
         if self.home is Tier.NVME:
             found += self.layout.columns(self.numel)
         if self.live.entry is not None:
-            found.append((ByteRange(self.weight_place, self.slice_bytes), strip * self.dtype.itemsize))
+            found.append(Column(ByteRange(self.weight_place, self.slice_bytes), strip * self.dtype.itemsize))
         if reads_grads:
-            found.append((ByteRange(self.grad_place, self.grad_bytes), strip * self.grad_dtype.itemsize))
-        has_pages = all(size % ALIGNMENT == 0 for column, strip_bytes in found for size in (*column, strip_bytes))
+            found.append(Column(ByteRange(self.grad_place, self.grad_bytes), strip * self.grad_dtype.itemsize))
+        has_pages = all(size % ALIGNMENT == 0 for place, strip_bytes in found for size in (*place, strip_bytes))
         return found if has_pages else []
 
     @property
@@ -226,8 +225,7 @@ def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterat
         places = [tile.bytes_of(state, part) for part in tile.ranges]
         number = state.place - (tile.layout.master is not None)
         for kind, suffix in enumerate(("", SCALES) if state.kind == "8bit" else ("",)):  # values or codes, then scales
-            column, strip_bytes = next(columns)
-            strips = Strips(column.offset, strip_bytes)
+            column = next(columns)
             for part, of_part in zip(tile.ranges, places, strict=True):
                 shard, place = part.shard, of_part[kind]
                 name = functools.partial(_state_name, moments_of, shard, number, suffix)
@@ -237,7 +235,7 @@ def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterat
                 else:
                     itemsize = 1 if state.kind == "8bit" else state.num_bytes(1)
                     first_byte, grain = itemsize * part.first_element(shard_rank), (itemsize, 1)
-                yield Run(shard, name, place.offset, first_byte, place.num_bytes, *grain, strips)
+                yield Run(shard, name, place.offset, first_byte, place.num_bytes, *grain, column)
 
 
 def _state_name(moments_of: MomentsOf, shard: Shard, number: int, suffix: str) -> str | None:

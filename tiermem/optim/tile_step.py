@@ -34,9 +34,8 @@ from tiermem.swap.accelerator import activate, current_stream, is_accelerator, o
 from tiermem.swap.arena import Slot
 from tiermem.swap.checksum import Range
 from tiermem.swap.native import narrow_part
-from tiermem.swap.ranges import ByteRange
+from tiermem.swap.ranges import Column
 from tiermem.swap.tile_plan import KernelStep, NativeStep
-from tiermem.swap.tile_program import Column
 from tiermem.swap.torch_step import CHUNK, narrow_in_torch
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import FP32_BYTES, StateViews
@@ -166,13 +165,9 @@ class TilePass:
         """Whether `early_reads` has any bytes of a tile."""
         return bool(self._lasting_parts(tile))
 
-    def columns(self, tile: Tile, slot: Slot | None) -> list[Column]:
+    def columns(self, tile: Tile) -> list[Column]:
         """Its states, weights and gradients in the buffer, for native steps in strips."""
-        if slot is None:
-            return []
-        base = slot.tensor.data_ptr()
-        found = tile.columns(self._reads_gradients)
-        return [Column(ByteRange(base + place, size), strip_bytes) for (place, size), strip_bytes in found]
+        return tile.columns(self._reads_gradients)
 
     def is_brought(self, tile: Tile) -> bool:
         """Whether its gradients or weights come from an accelerator to its buffer."""

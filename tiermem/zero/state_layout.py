@@ -16,7 +16,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.checksum import Pieces
 from tiermem.swap.parts import Q8_BLOCK, Moment, Quantised, num_scales
-from tiermem.swap.ranges import ByteRange, Numbers, round_up
+from tiermem.swap.ranges import ByteRange, Column, Numbers, round_up
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.quantised import BLOCK, BlockFormat, byte_ranges
 from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit, own_numel, ranges_in
@@ -26,6 +26,8 @@ from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit, own_numel, ranges_in
 MASTER = "master"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 FP32_BYTES = 4
+STRIP_NUMEL = 1 << 17
+"""Elements of a strip of a tile: two megabytes of an exact step, one of a compact one."""
 
 Kind = Literal["fp32", "bf16", "fp16", "split", "8bit"]
 
@@ -54,10 +56,6 @@ class StatePart(NamedTuple):
         if self.kind == "8bit":
             return Quantised(data[:numel], data[numel : numel + num_scales(numel)])
         return data[: self.num_bytes(numel)].view(torch.int16 if self.kind == "split" else DTYPES[self.kind])
-
-
-STRIP_NUMEL = 1 << 17
-"""Elements of a strip of a tile: two megabytes of an exact step, one of a compact one."""
 
 
 class StateViews(NamedTuple):
@@ -143,15 +141,15 @@ class StateLayout:
         """Elements of a strip of a tile; of 8-bit moments as many as fill a page with scales."""
         return max(STRIP_NUMEL, Q8_BLOCK * ALIGNMENT) if self.precision.moments == "8bit" else STRIP_NUMEL
 
-    def columns(self, numel: int) -> Iterator[tuple[ByteRange, int]]:
-        """The bytes of each part in a tile's states, 8-bit: of codes and of scales; and how many of them a strip has."""
+    def columns(self, numel: int) -> Iterator[Column]:
+        """Each part in a tile's states; 8-bit: its codes, then its scales."""
         place, strip = 0, self.strip_numel
         for part in self.parts:
             sizes = [(part.num_bytes(numel), part.num_bytes(strip))]
             if part.kind == "8bit":
                 sizes = [(numel, strip), (num_scales(numel), num_scales(strip))]
             for num_bytes, strip_bytes in sizes:
-                yield ByteRange(place, num_bytes), strip_bytes
+                yield Column(ByteRange(place, num_bytes), strip_bytes)
                 place += num_bytes
 
     def views(self, states: torch.Tensor, numel: int) -> StateViews:
@@ -228,13 +226,6 @@ BLOCK_BYTES = 1 << 20
 WEIGHT, SCALES = "weight", ".scales"
 
 
-class Strips(NamedTuple):
-    """Byte ranges of one length, one behind the other."""
-
-    first: int  # byte of the first
-    num_bytes: int  # of each
-
-
 class Run(NamedTuple):
     """Bytes of an entry that are contiguous in one state of one parameter as well."""
 
@@ -245,7 +236,7 @@ class Run(NamedTuple):
     num_bytes: int
     grain_bytes: int  # bytes of one grain ...
     grain_numel: int = 1  # ... and its elements
-    strips: Strips | None = None  # of the entry
+    column: Column | None = None  # of the entry, whose strips no piece crosses
 
 
 class StatePiece(NamedTuple):
@@ -316,10 +307,9 @@ def weight_runs(unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int] = (
     for span in itertools.starmap(slice, itertools.pairwise([0, *cuts, unit.shard_numel])):
         for part in ranges_in(unit, span, shard_rank):
             first = part.first_element(shard_rank)
-            strips = Strips(span.start * size, strip * size)
-            yield Run(
-                part.shard, _weight, part.in_unit.start * size, first * size, part.numel * size, size, strips=strips
-            )
+            column = Column(ByteRange(span.start * size, (span.stop - span.start) * size), strip * size)
+            places = part.in_unit.start * size, first * size, part.numel * size
+            yield Run(part.shard, _weight, *places, size, column=column)
 
 
 def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[Run]:
@@ -349,9 +339,9 @@ def _cut(run: Run) -> Numbers:
         np.array([run.first_byte]),
         np.arange(round_up(run.first_byte + 1, BLOCK_BYTES), end, BLOCK_BYTES),
     ]
-    if run.strips is not None:
-        first, num_bytes = run.strips.first + run.first_byte - run.offset, run.strips.num_bytes
-        cuts.append(np.arange(first + round_up(run.first_byte + 1 - first, num_bytes), end, num_bytes))
+    if run.column is not None:
+        first, step = run.column.place.offset + run.first_byte - run.offset, run.column.strip_bytes
+        cuts.append(np.arange(first + round_up(run.first_byte + 1 - first, step), end, step))
     return np.unique(np.concatenate(cuts)).astype(np.int64)
 
 
