@@ -12,7 +12,7 @@ order. A native thread runs all of it (native/program.cpp) for tiles whose work 
 between the read and the write of such a tile. A thread of the program brings what such a tile needs beside the bytes on disk:
 gradients of an accelerator. The work of other tiles is a function of the caller, which `run` calls in its own thread when the
 tile's bytes have arrived. It may leave the rest of its work, such as waiting for an accelerator, to a thread of the program.
-Where all tiles rest in memory there is no buffer, and `run` needs no other thread at all.
+Where all tiles rest in memory there is no buffer, and `run` needs another thread only for native work beside that of its caller.
 
         Program.begin                         run, or start ... read the bytes of a unit ... finish
     ... backward ........................| read the rest | compute | write |
@@ -50,7 +50,7 @@ from tiermem.swap.native import BACKGROUND, NORMAL, Workers, run_steps
 from tiermem.swap.ranges import ByteRange
 from tiermem.swap.run_read import SLICE_S, Running, RunRead, serve
 from tiermem.swap.store import TensorStore
-from tiermem.swap.tile_plan import TilePlan, TilePlans, TileWork, tell
+from tiermem.swap.tile_plan import NativeStep, TilePlan, TilePlans, TileWork, tell
 from tiermem.swap.tile_program import (
     AWAITED,
     ONE_READ,
@@ -150,12 +150,14 @@ class Program(Generic[T]):
     ) -> None:
         """Reads, computes and writes every tile. Blocks until the last write has ended; an interrupt ends the run early.
 
-        Without a pool this thread computes the tiles, one after the other.
+        Without a pool this thread computes the tiles, one after the other, unless it can call `compute` beside native work.
         """
         if self._pool is None:
             self.drop()
-            self._compute_here(tiles, work, lane)
-            return
+            planned = [(tile, work.steps(tile, None)) for tile in tiles]
+            if sum(steps is None for _, steps in planned) in (0, len(planned)):
+                self._compute_here(planned, work, lane)
+                return
         flags = AWAITED | ONE_READ * (not read_ahead) | ONE_WRITE * (not write_behind)
         self.start(tiles, work, flags, NORMAL, lane)
         try:
@@ -415,9 +417,11 @@ class Program(Generic[T]):
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
-    def _compute_here(self, tiles: Sequence[T], work: TileWork[T], lane: str) -> None:
-        """Computes tiles that rest in memory, in this thread. All are planned first: a kernel leaves nothing in the caches."""
-        for tile, steps in [(tile, work.steps(tile, None)) for tile in tiles]:
+    def _compute_here(
+        self, planned: Sequence[tuple[T, Sequence[NativeStep] | None]], work: TileWork[T], lane: str
+    ) -> None:
+        """Computes tiles that rest in memory, in this thread. All are planned before: a kernel leaves nothing in the caches."""
+        for tile, steps in planned:
             start_ns = time.monotonic_ns()
             if steps is None:
                 self.num_called += 1

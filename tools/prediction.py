@@ -24,14 +24,12 @@ from tiermem.policy import OffloadPolicy, Precision, Tier
 from tiermem.precision import DTYPES
 from tiermem.swap.accelerator import find_device, is_accelerator
 from tiermem.swap.checksum import crc32c
-from tiermem.swap.device_kernels import kernels_of
 from tiermem.swap.native import Workers
 from tiermem.swap.queue import Event
-from tiermem.swap.torch_step import step_in_torch
-from tiermem.tools.bench.gpu_link import measure_link, measure_memory
+from tiermem.tools.bench.gpu_link import measure_beside_copies, measure_link, measure_memory, step_passes
 from tiermem.tools.bench.small_training import PHASES, clock_of, timed
 from tiermem.tools.launcher import Job, compute_of
-from tiermem.tools.machine import available_bytes
+from tiermem.tools.machine import available_bytes, cache_bytes
 from tiermem.tools.planned import (
     Activations,
     Cluster,
@@ -187,7 +185,8 @@ _MANY_BLOCK_NUMEL = 1 << 26  # of blocks as large as this, few do
 _USUAL_ROOM_BYTES = 64 << 20  # of weights on their way home while the copy is built
 _NUM_WARM_UP, _NUM_TIMED = 1, 4
 _KERNEL_BYTES = 28  # of memory traffic per parameter: 12 of states both ways, weight and gradient
-MOST_KERNEL_NUMEL = 1 << 24
+_KERNEL_ROOM_BYTES = 16  # of memory per parameter that is stepped to measure
+_KERNEL_NUMEL, _LEAST_KERNEL_NUMEL = 1 << 24, 1 << 20
 _SUMMED_BYTES = 32 << 20
 _GPU_USE_S = 150e-6
 
@@ -253,21 +252,37 @@ def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool, compute: str
     return buffers + (0 if is_on_disk else 2 * layers * rest) + _USUAL_ROOM_BYTES
 
 
-def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
+def measure_kernels(room_bytes: int | None = None) -> float:
     """Bytes of memory traffic a second of an optimizer step on the CPU, all threads of this process. Blocks.
 
-    Takes 16 bytes of memory for each parameter.
+    Takes at most half of the room; None: there is no limit.
     """
-    param = torch.nn.Parameter(torch.zeros(num_params, dtype=torch.bfloat16))
+    step, num_bytes = _small_step(room_bytes, _KERNEL_ROOM_BYTES)
+    return num_bytes / _median_s(step)
+
+
+def measure_host_memory(room_bytes: int | None = None) -> float | None:
+    """`Rates.host_memory_bytes_s` of this machine; None: it has no accelerator. Takes at most half of the room; blocks."""
+    if not is_accelerator(device := find_device()):
+        return None
+    step, num_bytes = _small_step(room_bytes, 2 * _KERNEL_ROOM_BYTES)
+    return measure_beside_copies(device, step, num_bytes, num_bytes // 4)
+
+
+def _small_step(room_bytes: int | None, param_bytes: int) -> tuple[Callable[[], object], int]:
+    """A step of a parameter that takes at most half of the room, and the bytes that it moves.
+
+    Where there is an accelerator it is larger than the processor's cache, as are states that rest in memory.
+    """
+    numel = _KERNEL_NUMEL
+    if is_accelerator(find_device()):
+        numel = max(numel, 2 * cache_bytes() // _KERNEL_ROOM_BYTES)
+    if room_bytes is not None:
+        numel = max(_LEAST_KERNEL_NUMEL, min(numel, room_bytes // (2 * param_bytes)))
+    param = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
     optim = tiermem.AdamW([param], lr=1e-3)
     param.grad = torch.full_like(param, 1e-3)
-    return num_params * _KERNEL_BYTES / _median_s(optim.step)
-
-
-def step_passes() -> float | None:
-    """`Rates.step_passes` of this machine: 1 where a Triton kernel steps on its accelerator."""
-    device = find_device()
-    return 1.0 if is_accelerator(device) and kernels_of(device).step is not step_in_torch else None
+    return optim.step, numel * _KERNEL_BYTES
 
 
 def measure_sums() -> float:
@@ -444,8 +459,6 @@ def warn_of_disk(job: Job, measured: Measured | str, predicted_s: float) -> str 
 #
 # The trainer sends it as JSON. If a prediction is not possible, `not_made` says why.
 
-_KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
-_LEAST_KERNEL_NUMEL = 1 << 20
 _ABSURD = 20.0  # times as long: a step that is warned of
 _NO_LIMIT_BYTES = 1 << 60
 _NO_DISK = 1e12  # bytes a second: nothing is read or written
@@ -476,16 +489,14 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured 
         maths = measure_maths(
             job.shape, job.precision, job.batch, job.seq, bool(job.is_checkpointing), folders, job.compute
         )
-        numel = (
-            MOST_KERNEL_NUMEL if room_bytes is None else min(MOST_KERNEL_NUMEL, room_bytes // (2 * _KERNEL_ROOM_BYTES))
-        )
         rates = Rates(
             disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
             disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
             link_bytes_s=measure_link(find_device()) or Rates.link_bytes_s,
-            kernel_bytes_s=measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)),
+            kernel_bytes_s=measure_kernels(room_bytes),
+            host_memory_bytes_s=measure_host_memory(room_bytes),
             device_memory_bytes_s=measure_memory(find_device()) or Rates.device_memory_bytes_s,
-            step_passes=step_passes(),
+            step_passes=step_passes(find_device()),
             gradient_bytes_s=maths.gradient_bytes_s,
             sum_bytes_s=measure_sums(),
             use_s=maths.use_s,

@@ -16,12 +16,19 @@ import torch
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.swap.accelerator import find_device
 from tiermem.tools.bench.files import measure_disks
-from tiermem.tools.bench.gpu_link import measure_link, measure_memory
+from tiermem.tools.bench.gpu_link import measure_link, measure_memory, step_passes
 from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.launcher import compute_of
 from tiermem.tools.machine import available_bytes
 from tiermem.tools.options import PlanOptions
-from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums, step_passes
+from tiermem.tools.prediction import (
+    Maths,
+    copy_bytes,
+    measure_host_memory,
+    measure_kernels,
+    measure_maths,
+    measure_sums,
+)
 from tiermem.tools.presets import ModelShape
 from tiermem.tools.seen import pace_of
 from tiermem.tools.train_job import micro_batch_of, nvme_folders, precision_of
@@ -44,7 +51,7 @@ def speed_of(
         rates,
         link_bytes_s=link_bytes_s,
         device_memory_bytes_s=memory_bytes_s,
-        step_passes=step_passes() if is_gpu and options.gpu_bytes is None else None,
+        step_passes=step_passes(find_device()) if is_gpu and options.gpu_bytes is None else None,
         network_bytes_s=options.network_bytes_s,
         near_bytes_s=options.near_bytes_s,
     )
@@ -63,8 +70,17 @@ def speed_of(
         shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
         sources.append(f"computing: a few of the model's blocks, trained for a moment on this machine{shared}")
         sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
+        memory = measure_host_memory() if is_gpu else None
+        if memory is not None:
+            memory /= options.ranks
+            sources.append(f"CPU kernels beside copies: {memory / 1e9:.0f} GB/s of memory traffic, measured{shared}")
         rates = dataclasses.replace(
-            rates, kernel_bytes_s=kernels, gradient_bytes_s=gradient_bytes_s, sum_bytes_s=sums, use_s=use_s
+            rates,
+            kernel_bytes_s=kernels,
+            host_memory_bytes_s=memory,
+            gradient_bytes_s=gradient_bytes_s,
+            sum_bytes_s=sums,
+            use_s=use_s,
         )
     if options.ranks * options.nodes > 1:
         sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network")

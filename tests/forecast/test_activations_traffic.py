@@ -233,6 +233,19 @@ def test_tiles_are_sent_to_the_device_where_that_is_far_faster(home: Tier) -> No
     assert on_host(slow, optim=home).policy.streamed_ratio is None
 
 
+def test_no_tiles_are_sent_where_kernels_and_copies_share_a_memory_that_kernels_alone_keep_busy() -> None:
+    """A tile moves as many bytes of HOST's memory when it is copied both ways as when the CPU steps it."""
+    memory = FAST_LINK.kernel_bytes_s
+    shared, wide = (dataclasses.replace(FAST_LINK, host_memory_bytes_s=each) for each in (1.1 * memory, 10 * memory))
+    assert on_host(shared).policy.streamed_ratio is None
+    assert on_host(wide).policy.streamed_ratio == on_host(FAST_LINK).policy.streamed_ratio
+    half, alone = (on_host(rates, streamed_ratio=0.5).chosen.forecast for rates in (shared, FAST_LINK))
+    none = on_host(shared, streamed_ratio=0.0).chosen.forecast
+    assert half.seconds["step"] > 1.5 * alone.seconds["step"]
+    assert none.seconds == on_host(FAST_LINK, streamed_ratio=0.0).chosen.forecast.seconds
+    assert half.limits_s["kernels"] == pytest.approx(half.busy_s["host memory"]["step"])
+
+
 @pytest.mark.parametrize("fields", [{"streamed_ratio": 0.5}, {"optim_ratio": 0.5}], ids=str)
 def test_merged_tiles_take_the_time_of_single_ones_where_two_places_step(fields: dict[str, float]) -> None:
     """With tiles of the CPU and of the accelerator in turns."""
@@ -240,7 +253,7 @@ def test_merged_tiles_take_the_time_of_single_ones_where_two_places_step(fields:
     model, topology = tall(), Topology(None, 0, 1, 1, 0)
     division = divide(model, own, 1)
     plan, uses = make_plan(division, own, topology, True, 1), uses_of(model, division, FAST_MATHS)
-    rates = dataclasses.replace(FAST_LINK, tile_s=0)
+    rates = dataclasses.replace(FAST_LINK, tile_s=0, host_memory_bytes_s=12e9)
     whole, merged = (
         forecast_step(division, plan, own, topology, uses, rates, True, most_tiles=most) for most in (20_000, 100)
     )

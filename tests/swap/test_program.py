@@ -8,6 +8,7 @@ import gc
 import random
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -314,7 +315,7 @@ def test_tiles_on_two_paths_are_stepped_in_place(tmp_path: Path, workers: Worker
         program.close()
 
 
-@pytest.mark.parametrize("called", [(), ("tile 1",)], ids=["native", "mixed"])
+@pytest.mark.parametrize("called", [(), ("tile 0", "tile 1", "tile 2", "tile 3")], ids=["native", "called"])
 def test_tiles_in_memory_need_no_buffer(store: TensorStore, workers: Workers, called: tuple[str, ...]) -> None:
     names = put(store, 4, Tier.HOST)
     program: Program[str] = Program(store, None, workers)
@@ -323,6 +324,36 @@ def test_tiles_in_memory_need_no_buffer(store: TensorStore, workers: Workers, ca
     check(store, names, [1] * 4, workers)
     assert (program.num_native, program.num_called) == (4 - len(called), len(called))
     assert not store.programs  # nor a thread
+    program.close()
+
+
+class Watching(Momentum):
+    """What is called first ends when the tiles `awaited` have been stepped."""
+
+    awaited: Sequence[str] = ()
+
+    def compute(self, tile: str, slot: Slot | None) -> None:
+        end = time.monotonic() + 60
+        before = [first_of(int(each.split()[1])) for each in self.awaited]
+        while any(torch.equal(self._store.view(each), old) for each, old in zip(self.awaited, before, strict=True)):
+            assert time.monotonic() < end, "nothing is stepped beside what the caller does"
+            time.sleep(0.001)
+        super().compute(tile, slot)
+
+
+def test_tiles_in_memory_are_stepped_beside_what_the_caller_does(store: TensorStore, workers: Workers) -> None:
+    names = put(store, 9, Tier.HOST)
+    program: Program[str] = Program(store, None, workers)
+    work = Watching(store, workers, called=names[::3])
+    work.awaited = [name for name in names if name not in names[::3]]
+    program.run(names, work, lane="compute")
+    check(store, names, [1] * 9, workers)
+    assert (program.num_native, program.num_called) == (6, 3) and work.computed == names[::3]
+    assert sorted(e.name for e in store.recorder.events if e.lane == "compute") == work.awaited
+    with pytest.raises(ValueError, match="tile 3"):
+        program.run(names, Momentum(store, workers, called=names[::3], fails_at=names[3], error=ValueError))
+    assert not program.is_running
+    check(store, names[3:4], [1], workers, first=3)
     program.close()
 
 

@@ -124,10 +124,12 @@ def test_what_a_config_names_is_kept_and_said() -> None:
 
 
 PROBE = """
-import torch
+import time
 from tiermem.swap.accelerator import find_device
-from tiermem.tools.bench.gpu_link import measure_memory
-print(measure_memory(find_device()) > 0)
+from tiermem.tools.bench.gpu_link import measure_beside_copies, measure_memory
+device = find_device()
+copied, both = (measure_beside_copies(device, lambda: time.sleep(0.01), num_bytes, 1 << 20) for num_bytes in (0, 10**12))
+print(measure_memory(device) > 0, copied > 0, both > 10**13)
 """
 
 
@@ -136,9 +138,9 @@ def test_the_cpus_memory_is_no_devices() -> None:
 
 
 @pytest.mark.slow
-def test_a_devices_memory_is_measured_by_a_step() -> None:
-    """Slow: the plan for this machine's card, below, measures it too, and says so."""
-    assert python("-c", PROBE) == "True\n"
+def test_the_memory_of_a_device_and_that_of_the_host_are_measured() -> None:
+    """Slow: the plan for this machine's card, below, measures them too, and says so."""
+    assert python("-c", PROBE) == "True True True\n"
 
 
 def test_the_card_of_this_machine_is_planned_for(tmp_path: Path) -> None:
@@ -155,3 +157,4 @@ def test_the_card_of_this_machine_is_planned_for(tmp_path: Path) -> None:
     assert budget is None or 0 < budget < capacity  # None: with the rates of this moment no more units stay there
     sources = " ".join(found["sources"])
     assert sources.count("measured here") == 2 and "trained for a moment" in sources
+    assert re.search(r"CPU kernels beside copies: [1-9]\d* GB/s of memory traffic, measured", sources)

@@ -15,7 +15,15 @@ pytest.importorskip("transformers")
 
 from tiermem.swap.queue import Event
 from tiermem.tools.launcher import Job
-from tiermem.tools.prediction import maths_of, measure, measure_kernels, measure_maths, measure_sums, time_plain_copies
+from tiermem.tools.prediction import (
+    maths_of,
+    measure,
+    measure_host_memory,
+    measure_kernels,
+    measure_maths,
+    measure_sums,
+    time_plain_copies,
+)
 from tiermem.tools.presets import preset
 from tiermem.tools.reports import predicted_table
 
@@ -50,7 +58,8 @@ def test_a_copy_is_timed_block_by_block_and_for_the_rest(
 
 
 def test_kernels_and_checksums_have_a_rate() -> None:
-    assert measure_kernels(1 << 16) > 0
+    assert measure_kernels(room_bytes=1 << 20) > 0
+    assert measure_host_memory(room_bytes=1 << 20) is None  # without an accelerator
     assert measure_sums() > 0
 
 

@@ -88,6 +88,13 @@ class Course:
             return self._disk_s(load.read_bytes, load.written_bytes)
         return load.memory_bytes / self.rates.kernel_bytes_s
 
+    def shared_s(self, load: TileLoad) -> float:
+        """Seconds of HOST's memory for a tile, where some are sent to an accelerator while the CPU steps others; else 0."""
+        if (rate := self.rates.host_memory_bytes_s) is None or not self.plan.streams.num:
+            return 0.0
+        crossing = load.down_bytes + load.up_bytes if load.num_sent else 0
+        return (load.memory_bytes + crossing) / rate
+
     def _firm_s(self, unit: Unit, reads_again: bool) -> float:
         """Seconds of a unit's transfers in backward, beside those of its step."""
         read_bytes = unit.shard_bytes if reads_again and self.plan.unit_homes.get(unit.index) is Tier.NVME else 0

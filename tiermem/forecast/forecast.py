@@ -14,7 +14,7 @@ from torch import nn
 from tiermem.forecast.course import Course
 from tiermem.forecast.loads import MOST_TILES, Use, uses_of
 from tiermem.forecast.rates import Compute, Rates, Task, Timeline, play
-from tiermem.forecast.steps import BACKWARD, FORWARD, KERNELS, MATHS, STEP, TILE, StepBuilder
+from tiermem.forecast.steps import BACKWARD, FORWARD, KERNELS, MATHS, MEMORY, STEP, TILE, StepBuilder
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.queue import busiest
@@ -39,6 +39,7 @@ _RESOURCES = {
     "link down": "link",
     "link up": "link",
     KERNELS: "kernels",
+    MEMORY: "kernels",
 }
 """The resource of each lane but that of maths."""
 

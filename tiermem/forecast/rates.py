@@ -56,6 +56,8 @@ class Rates:
     """That one rank sends or receives."""
     kernel_bytes_s: float = 50e9
     """Memory traffic of one rank's optimizer steps."""
+    host_memory_bytes_s: float | None = None
+    """Of HOST's memory, for kernels and copies over the link together. None: they do not slow each other."""
     is_disk_duplex: bool = False
     """A duplex disk reads and writes at once; any other does one at a time, like the single queue of a virtual disk."""
     near_bytes_s: float | None = None
@@ -77,9 +79,7 @@ class Rates:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            may_be_none = (
-                field.name in ("gradient_bytes_s", "near_bytes_s", "sum_bytes_s", "step_passes") and value is None
-            )
+            may_be_none = field.default is None and value is None
             if field.name != "is_disk_duplex" and not (
                 may_be_none or value > 0 or (field.name in ("use_s", "tile_s") and value == 0)
             ):

@@ -45,7 +45,7 @@ NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"
 HOST_TO_DEVICE, DEVICE_TO_HOST = "HOST -> DEVICE", "DEVICE -> HOST"
 RANK_TO_RANK, RANK_TO_NEAR = "rank -> rank", "rank -> rank of its node"
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-MATHS, KERNELS = "maths", "kernels"
+MATHS, KERNELS, MEMORY = "maths", "kernels", "host memory"
 TILE = "tile"
 """The name of the tasks that are kernels of steps."""
 
@@ -69,6 +69,7 @@ class StepBuilder:
     def __init__(self, course: Course) -> None:
         self._course = course
         self._rates = course.rates
+        self._kernels = KERNELS if course.is_gpu else MATHS  # their lane
         self._units = course.plan.division.units
         self._tasks: list[Task] = []
         self._phase = ""
@@ -420,28 +421,28 @@ class StepBuilder:
         """Adds collectives one after the other. Returns the last task, or `after` when there are none."""
         for send in sends:
             is_near = send.among == "within" and self._rates.near_bytes_s is not None
-            rate = self._rates.near_bytes_s if is_near else None
-            seconds = send.crossing_bytes / (rate or self._rates.network_bytes_s)
+            rate = (self._rates.near_bytes_s if is_near else None) or self._rates.network_bytes_s
             edge = RANK_TO_NEAR if send.among == "within" else RANK_TO_RANK
             lane = "near network" if is_near else "network"
             sent = {"num_bytes": send.crossing_bytes, "payload_bytes": send.payload_bytes}
-            after = self._add(name, lane, seconds, [after], edge=edge, among=send.among, **sent)
+            after = self._add(name, lane, send.crossing_bytes / rate, [after], edge=edge, among=send.among, **sent)
         return after
 
     def _kernel(self, load: TileLoad, after: list[int], goes_on: bool) -> int:
+        if shared_s := self._course.shared_s(load):
+            after = [*after, self._add("memory of tile", MEMORY, shared_s, after)]
         if load.device_bytes:
             down = self._cross("to step", "link down", HOST_TO_DEVICE, load.down_bytes, *after)
-            passes = self._rates.step_passes
-            moved = load.torch_bytes if passes is None else load.device_bytes * passes
-            issuing_s = load.num_tiles * self._rates.tile_s  # by Python, while the device works
-            seconds = max(moved / self._rates.device_memory_bytes_s, issuing_s)
+            moved = load.torch_bytes if self._rates.step_passes is None else load.device_bytes * self._rates.step_passes
+            seconds = max(
+                moved / self._rates.device_memory_bytes_s, load.num_tiles * self._rates.tile_s
+            )  # or to issue it
             stepped = self._add("tile on GPU", MATHS, seconds, [down])
             return self._cross("from step", "link up", DEVICE_TO_HOST, load.up_bytes, stepped)
-        lane = KERNELS if self._course.is_gpu else MATHS
         seconds = load.memory_bytes / self._rates.kernel_bytes_s
         seconds += 0.0 if goes_on else load.num_tiles * self._rates.tile_s
         seconds += self._sum_s(load.lasting_bytes, load.written_bytes)
-        return self._add(TILE, lane, seconds, after, is_beside=goes_on)
+        return self._add(TILE, self._kernels, seconds, after, is_beside=goes_on)
 
     def _sum_s(self, read_bytes: int, written_bytes: int) -> float:
         """Returns the seconds of checksums of bytes read (as often as the policy verifies) and written (if it keeps any)."""
@@ -452,9 +453,8 @@ class StepBuilder:
         return num_bytes / self._rates.sum_bytes_s
 
     def _put(self, name: str, memory_bytes: int, after: list[int], is_beside: bool = False) -> int:
-        lane = KERNELS if self._course.is_gpu else MATHS
         rate = self._rates.gradient_bytes_s or self._rates.kernel_bytes_s
-        return self._add(name, lane, memory_bytes / rate, after, is_beside=is_beside)
+        return self._add(name, self._kernels, memory_bytes / rate, after, is_beside=is_beside)
 
     def _add(self, name: str, lane: str, seconds: float, after: Sequence[int], **more: Any) -> int:
         """Adds a task after others; `more` are further fields of Task. Returns its number."""

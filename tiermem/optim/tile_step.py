@@ -293,13 +293,20 @@ class TilePass:
     def _compute(self, tile: Tile, slot: Slot | None) -> None:
         params, states = self._params(tile, slot), self._states(tile, slot)
         views = tile.layout.views(states, tile.numel)
+        self._arrive(tile)
         if self._is_blank:
             states.zero_()
             params.zero_()
         elif not tile.is_started:
             self._start(tile, slot, views, params)
         for places in self._places(tile, slot):
+            self._arrive(tile)
             self._act(places)
+
+    def _arrive(self, tile: Tile) -> None:
+        """Makes an accelerator wait for what a tile was brought."""
+        if self._is_sent(tile) and self._stream is not None:
+            self._stream.arrive()
 
     def _send_back(self, tile: Tile) -> torch.Event | None:
         """Copies what the work has changed to where it rests. Returns the end of an accelerator's work; None: it had none."""

@@ -5,7 +5,7 @@
     up       its buffer -> memory of the tile   states and weights, when they are stepped
 
 Each row is a stream: while a tile is stepped, the next one comes and the last one leaves. Memory of tiles is pinned. No method
-waits for the accelerator.
+waits for the accelerator. Two events are used again for all tiles: a driver may take longer to make one than a copy to start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 import torch
 
-from tiermem.swap.accelerator import current_stream, new_stream, on, record
+from tiermem.swap.accelerator import current_stream, new_event, new_stream, on, record
 from tiermem.swap.device_memory import DeviceMemory
 from tiermem.swap.ranges import round_up
 from tiermem.swap.tier import ALIGNMENT
@@ -39,17 +39,19 @@ class TileStream:
         self._slots = [memory.take(f"stream/{number}", buffers.slot_bytes) for number in range(buffers.num)]
         self._left: list[torch.Event | None] = [None] * buffers.num  # the end of the copies of each buffer's last tile
         self._turn, self._used_bytes = 0, 0  # the buffer of the tile under way, and its bytes in use
+        self._come, self._stepped = new_event(device), new_event(device)  # of the tile under way
+        self._is_coming = False  # the current stream does not wait for all of it yet
         self._down.wait_stream(current_stream(device))  # which may still use what was freed for the buffers
 
     def begin(self) -> None:
         """Goes on to the next buffer, for a tile that is about to come."""
         self._turn, self._used_bytes = (self._turn + 1) % len(self._slots), 0
+        self._is_coming = True
         if (left := self._left[self._turn]) is not None:
-            for stream in (self._down, current_stream(self._device)):
-                stream.wait_event(left)
+            self._down.wait_event(left)
 
     def bring(self, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
-        """A place in the buffer for flat data of the tile, valid until the buffer's next turn; the current stream waits for it.
+        """A place in the buffer for flat data of the tile, valid until the buffer's next turn; of use after `arrive`.
 
         is_read: whether the data is copied there; else the content is undefined.
         """
@@ -57,14 +59,22 @@ class TileStream:
         self._used_bytes += round_up(size, ALIGNMENT)
         place = self._slots[self._turn].tensor[start : start + size].view(data.dtype)
         if is_read:
+            self._is_coming = True
             with on(self._down):
                 place.copy_(data, non_blocking=True)
-            current_stream(self._device).wait_event(record(self._down))
         return place
+
+    def arrive(self) -> None:
+        """Makes the current stream wait for what the tile was brought until now, and for the buffer's last tile."""
+        if self._is_coming:
+            self._come.record(self._down)
+            current_stream(self._device).wait_event(self._come)
+            self._is_coming = False
 
     def send_back(self, moved: Collection[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
         """Copies each (data, its place) to the data when the current stream has stepped it. Returns the end of the copies."""
-        self._up.wait_stream(current_stream(self._device))
+        self._stepped.record(current_stream(self._device))
+        self._up.wait_event(self._stepped)
         with on(self._up):
             for data, place in moved:
                 data.copy_(place, non_blocking=True)

@@ -13,15 +13,17 @@ import contextlib
 import mmap
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tiermem.forecast.loads import torch_traffic
 from tiermem.precision import Precision
-from tiermem.swap.accelerator import PageLock, free_and_total, is_accelerator, new_stream, on
+from tiermem.swap.accelerator import PageLock, free_and_total, is_accelerator, new_stream, on, record
 from tiermem.swap.arena import HUGE_BYTES, Arena
+from tiermem.swap.device_kernels import kernels_of
 from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.ranges import ByteRange, round_up
 from tiermem.swap.torch_step import step_in_torch
@@ -33,6 +35,7 @@ _COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 M
 DIRECTIONS = ("to device", "to host", "both")
 _STEPPED, _LEAST_STEPPED = 1 << 23, 1 << 16  # parameters
 _STEPPED_BYTES = 128  # for each: what is stepped, and what its operations take
+_COPIES_AHEAD = 4  # each way: the link is busy while the CPU works
 
 
 Copy = tuple[torch.Stream, torch.Tensor, torch.Tensor]
@@ -104,6 +107,49 @@ def measure_memory(device: torch.device) -> float | None:
         times.append(time.monotonic() - start)
     moved = numel * torch_traffic(StateLayout(weight.dtype, Precision(), 2), weight.dtype)
     return moved / statistics.median(times[1:])
+
+
+def step_passes(device: torch.device) -> float | None:
+    """`Rates.step_passes` of a device: 1 where a Triton kernel steps there."""
+    return 1.0 if is_accelerator(device) and kernels_of(device).step is not step_in_torch else None
+
+
+def measure_beside_copies(
+    device: torch.device, work: Callable[[], object], work_bytes: int, num_bytes: int, least_s: float = 0.1
+) -> float:
+    """Bytes per second of host memory while work of the CPU goes on and pinned memory is copied both ways: those of both.
+
+    Blocks for `least_s` seconds or more. Takes `num_bytes` of memory twice on either side, or half of what the device has left.
+
+    Args:
+        work: blocks; called again and again. `work_bytes` is what it reads and writes.
+    """
+    num_bytes = min(num_bytes, free_and_total(device)[0] // 4)
+    down, up = new_stream(device), new_stream(device)
+    under_way = deque[torch.Event]()
+    with _pinned(device, num_bytes) as (here, _):
+        there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        torch.accelerator.synchronize(device)
+
+        def copy() -> None:
+            for stream, to, source in ((down, there[0], here[0]), (up, here[1], there[1])):
+                with on(stream):
+                    to.copy_(source, non_blocking=True)
+            up.wait_stream(down)
+            under_way.append(record(up))
+
+        start, moved = time.monotonic(), 0
+        copy()
+        while (elapsed := time.monotonic() - start) < least_s or not moved:
+            while len(under_way) < _COPIES_AHEAD:
+                copy()
+            work()
+            moved += work_bytes
+            while under_way and under_way[0].query():
+                under_way.popleft()
+                moved += 2 * num_bytes
+        torch.accelerator.synchronize(device)
+    return moved / elapsed
 
 
 def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> dict[str, Any]:
