@@ -116,7 +116,9 @@ def _bytes(entries: Sequence[Any]) -> dict[str, int]:
 LINK = {"to device": 0.75e9, "to host": 0.0625e9}  # bytes a second
 SHALLOW, DEEP = (Sizes(width=1408, layers=layers, vocabulary=97, rows=128, tile_numel=1_179_648) for layers in (3, 8))
 """A layer has a tile and a tail, which take 38 and 26 ms of the link."""
-NUM_MICROS, NUM_TURNS, NUM_TIMED = 4, 2, 2
+NUM_MICROS, NUM_TIMED = 4, 2
+FEWEST_TURNS, MOST_TURNS = 2, 6
+"""What else runs on this machine makes a turn longer, so the shortest ones count, and more are made until they agree."""
 Recorded = tuple[Sequence[Any], Sequence[int]]
 """Entries, and those that start steps."""
 
@@ -195,15 +197,17 @@ def test_the_clock_tells_what_iterations_of_a_deep_model_take(sim: ModuleType, m
             for _ in range(3):  # the order of units, states, and whether steps are attempted
                 training.iterate(NUM_MICROS)
             training.quiet()
-        for _ in range(NUM_TURNS):
+        for number in range(1, MOST_TURNS + 1):
             shallow.append(turn(sim, calibrated, is_calibration=True))
             for overlap, training in deep.items():
                 timed[overlap].append(turn(sim, training, is_calibration=False).iteration_s)
+            least = min(shallow, key=lambda each: each.iteration_s)
+            gap_s = gap_of(recordings["calibration"], least)
+            found = {overlap: predicted(recordings[overlap], least, gap_s) for overlap in NORMS}
+            seen = {overlap: min(seconds) for overlap, seconds in timed.items()}
+            if number >= FEWEST_TURNS and found == pytest.approx(seen, rel=0.10):
+                break
         assert not any(training.shards.steps.num_redone for training in deep.values())
-    least = min(shallow, key=lambda each: each.iteration_s)
-    gap_s = gap_of(recordings["calibration"], least)
-    found = {overlap: predicted(recordings[overlap], least, gap_s) for overlap in NORMS}
-    seen = {overlap: min(seconds) for overlap, seconds in timed.items()}
     assert found == pytest.approx(seen, rel=0.10)
     for times in (found, seen):
         assert times["none"] > 1.05 * times["forward"] and times["forward"] > 1.05 * times["backward"], times

@@ -141,12 +141,34 @@ void serve(Queue &queue) {
     queue.is_served = false;
 }
 
-/// An operation as one of its lane, where streams have threads: a lane runs one at a time, and takes no less than
-/// `seconds`.
+/// A lock whose threads get it in the order in which they ask; of a mutex, who gives it back may be the next to have
+/// it.
+class Turns {
+  public:
+    void lock() {
+        std::unique_lock held(mine);
+        const uint64_t turn = num_asked++;
+        given.wait(held, [&] { return num_given == turn; });
+    }
+
+    void unlock() {
+        const std::lock_guard held(mine);
+        ++num_given;
+        given.notify_all();
+    }
+
+  private:
+    std::mutex mine;
+    std::condition_variable given;
+    uint64_t num_asked = 0, num_given = 0;
+};
+
+/// An operation as one of its lane, where streams have threads: a lane runs one at a time, in the order in which they
+/// become ready, and takes no less than `seconds`.
 std::function<void()> on_lane(std::function<void()> run, Lane lane, double seconds) {
-    static auto &lanes = *new std::array<std::mutex, NUM_LANES>;
+    static auto &lanes = *new std::array<Turns, NUM_LANES>;
     return [run = std::move(run), &mine = lanes[static_cast<size_t>(lane)], seconds] {
-        std::lock_guard lock(mine);
+        const std::lock_guard<Turns> turn(mine);
         const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
         run();
         std::this_thread::sleep_until(end);
