@@ -434,9 +434,8 @@ class StepBuilder:
         if load.device_bytes:
             down = self._cross("to step", "link down", HOST_TO_DEVICE, load.down_bytes, *after)
             moved = load.torch_bytes if self._rates.step_passes is None else load.device_bytes * self._rates.step_passes
-            seconds = max(
-                moved / self._rates.device_memory_bytes_s, load.num_tiles * self._rates.tile_s
-            )  # or to issue it
+            issuing_s = load.num_tiles * self._rates.tile_s  # by Python, while the device works
+            seconds = max(moved / self._rates.device_memory_bytes_s, issuing_s)
             stepped = self._add("tile on GPU", MATHS, seconds, [down])
             return self._cross("from step", "link up", DEVICE_TO_HOST, load.up_bytes, stepped)
         seconds = load.memory_bytes / self._rates.kernel_bytes_s
