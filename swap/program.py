@@ -12,7 +12,7 @@ order. A native thread runs all of it (native/program.cpp) for tiles whose work 
 between the read and the write of such a tile. A thread of the program brings what such a tile needs beside the bytes on disk:
 gradients of an accelerator. The work of other tiles is a function of the caller, which `run` calls in its own thread when the
 tile's bytes have arrived. It may leave the rest of its work, such as waiting for an accelerator, to a thread of the program.
-Where all tiles rest in memory there is no buffer, and `run` needs another thread only for native work beside that of its caller.
+Where all tiles rest in memory there is no buffer, and `run` needs a thread only for native work beside that of its caller.
 
         Program.begin                         run, or start ... read the bytes of a unit ... finish
     ... backward ........................| read the rest | compute | write |
