@@ -148,13 +148,16 @@ MUTANTS = {
         "plain", "nvme, half of the states",
     ),
     "a tile is sent to a buffer whose last tile has not left": Mutant(
-        TileStream, "begin", "stream.wait_event(left)", "pass", "plain", "host, most sent"
+        TileStream, "begin", "self._down.wait_event(left)", "pass", "plain", "host, most sent"
     ),
     "a tile that is sent is stepped before it has come": Mutant(
-        TileStream, "bring", "current_stream(self._device).wait_event(record(self._down))", "pass", "plain", "host, most sent"
+        TileStream, "arrive", "current_stream(self._device).wait_event(self._come)", "pass", "plain", "host, most sent"
+    ),
+    "the gradients of a tile that is sent are read before they have come": Mutant(
+        TileStream, "bring", "self._is_coming = True", "pass", "plain", "host, most sent"
     ),
     "a tile that is sent leaves before it is stepped": Mutant(
-        TileStream, "send_back", "self._up.wait_stream(current_stream(self._device))", "pass", "plain", "nvme, sent"
+        TileStream, "send_back", "self._up.wait_event(self._stepped)", "pass", "plain", "nvme, sent"
     ),
     "a step does not wait until the tiles that are sent have come back": Mutant(
         TileStream, "join", "(self._down, self._up)", "(self._down,)", "read_after_steps", "host, most sent"
