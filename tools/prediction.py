@@ -257,26 +257,24 @@ def measure_kernels(room_bytes: int | None = None) -> float:
 
     Takes at most half of the room; None: there is no limit.
     """
-    step, num_bytes = _small_step(room_bytes, _KERNEL_ROOM_BYTES)
+    step, num_bytes = _small_step(_KERNEL_NUMEL, room_bytes, _KERNEL_ROOM_BYTES)
     return num_bytes / _median_s(step)
 
 
 def measure_host_memory(room_bytes: int | None = None) -> float | None:
-    """`Rates.host_memory_bytes_s` of this machine; None: it has no accelerator. Takes at most half of the room; blocks."""
+    """`Rates.host_memory_bytes_s` of this machine; None: it has no accelerator. Takes at most half of the room; blocks.
+
+    What is stepped and what is copied are together nearly twice as large as the processor's cache.
+    """
     if not is_accelerator(device := find_device()):
         return None
-    step, num_bytes = _small_step(room_bytes, 2 * _KERNEL_ROOM_BYTES)
+    numel = max(_KERNEL_NUMEL, cache_bytes() // _KERNEL_ROOM_BYTES)
+    step, num_bytes = _small_step(numel, room_bytes, 2 * _KERNEL_ROOM_BYTES)
     return measure_beside_copies(device, step, num_bytes, num_bytes // 4)
 
 
-def _small_step(room_bytes: int | None, param_bytes: int) -> tuple[Callable[[], object], int]:
-    """A step of a parameter that takes at most half of the room, and the bytes that it moves.
-
-    Where there is an accelerator it is larger than the processor's cache, as are states that rest in memory.
-    """
-    numel = _KERNEL_NUMEL
-    if is_accelerator(find_device()):
-        numel = max(numel, 2 * cache_bytes() // _KERNEL_ROOM_BYTES)
+def _small_step(numel: int, room_bytes: int | None, param_bytes: int) -> tuple[Callable[[], object], int]:
+    """A step of so many parameters, or of those that half of the room holds, and the bytes that it moves."""
     if room_bytes is not None:
         numel = max(_LEAST_KERNEL_NUMEL, min(numel, room_bytes // (2 * param_bytes)))
     param = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
