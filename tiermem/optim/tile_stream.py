@@ -5,7 +5,7 @@
     up       its buffer -> memory of the tile   states and weights, when they are stepped
 
 Each row is a stream: while a tile is stepped, the next one comes and the last one leaves. Memory of tiles is pinned. No method
-waits for the accelerator. Two events are used again for all tiles: a driver may take longer to make one than a copy to start.
+waits for the accelerator. Two events are used again for all tiles.
 """
 
 from __future__ import annotations

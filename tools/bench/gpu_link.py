@@ -3,6 +3,7 @@
     registration   fresh memory (its pages come with the registration) and touched memory, in huge pages where there are any
     copies         pinned memory, as the arena carves it, and pageable memory; to the device, to the host, both at once
     memory         an AdamW step of bf16 weights with fp32 states, by the bytes that its torch operations move
+    beside copies  host memory, by work of the CPU and copies both ways that go on together
 
 One Python thread issues the copies, as in training, so that small ones show what issuing costs. A tool: it waits for streams.
 """
@@ -139,7 +140,6 @@ def measure_beside_copies(
             under_way.append(record(up))
 
         start, moved = time.monotonic(), 0
-        copy()
         while (elapsed := time.monotonic() - start) < least_s or not moved:
             while len(under_way) < _COPIES_AHEAD:
                 copy()
