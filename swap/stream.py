@@ -16,6 +16,7 @@ import dataclasses
 import errno
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -303,13 +304,15 @@ _NUM_PIECES = 4
 
 
 class FileReader(contextlib.AbstractContextManager["FileReader"]):
-    """An open file with its own queue, for reading checkpoints; for one thread at a time. Use it in a `with` block.
+    """An open file with its own queue, for reading checkpoints. Use it in a `with` block.
 
-    It does not use mmap, and never holds the whole file in memory. Raises OSError when the file cannot be opened.
+    It does not use mmap, and never holds the whole file in memory. Raises OSError when the file cannot be opened. Thread-safe:
+    reads of several threads take turns, and the end of the block waits for the read that goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._turn = threading.Lock()
         with contextlib.ExitStack() as opened:
             arena = Arena(_READ_PIECE_BYTES * _NUM_PIECES)
             opened.callback(arena.close)
@@ -317,13 +320,25 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
             opened.callback(self._ahead.close)
             self._file = self._ahead.open(self.path)
             self.num_bytes = self._file.num_bytes
-            self._closing = opened.pop_all()
+            self._closing: contextlib.ExitStack | None = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
-        self._closing.close()
+        with self._turn:
+            closing, self._closing = self._closing, None
+            if closing is not None:
+                closing.close()
 
     def read(self, start: int, num_bytes: int) -> torch.Tensor:
-        """A uint8 tensor with bytes [start, start + num_bytes). Blocks; raises OSError (ENODATA) past the end."""
+        """A uint8 tensor with bytes [start, start + num_bytes).
+
+        Blocks. Raises OSError (ENODATA) past the end, ValueError for no range, and after the end of the `with` block.
+        """
+        with self._turn:
+            if self._closing is None:
+                raise ValueError(f"{self.path} is closed")
+            return self._read(start, num_bytes)
+
+    def _read(self, start: int, num_bytes: int) -> torch.Tensor:
         stop = start + num_bytes
         if start < 0 or num_bytes < 0:
             raise ValueError(f"bytes {start} to {stop} of {self.path} are no range")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -128,6 +132,49 @@ def test_failure_leaves_no_read_under_way_in_the_buffers(
         assert len(submitted) == 4
         assert waited == submitted
         assert torch.equal(reader.read(0, 6 * PIECE), pattern(6 * PIECE))
+
+
+def test_threads_read_through_one_reader(
+    make_file: Callable[[int], Path], pattern: Pattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "_READ_PIECE_BYTES", 8192)
+    size, start_together = 200_000, threading.Barrier(4)
+
+    def read_all(step: int) -> bool:
+        start_together.wait()
+        return all(
+            torch.equal(reader.read(at, step), expected[at : at + step])
+            for at in range(0, size - step, step)
+            for _ in range(3)
+        )
+
+    expected, interval = pattern(size), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with FileReader(make_file(size)) as reader, ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(read_all, [5000, 7001, 12_289, 30_000]))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_the_end_of_the_block_waits_for_another_threads_read(
+    make_file: Callable[[int], Path], pattern: Pattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading, wait = threading.Event(), Queue.wait
+
+    def slow(self: Queue, tag: int) -> Answer | None:
+        is_reading.set()
+        time.sleep(0.05)  # meanwhile the block ends
+        return wait(self, tag)
+
+    monkeypatch.setattr(Queue, "wait", slow)
+    with ThreadPoolExecutor(1) as other:
+        with FileReader(make_file(8192)) as reader:
+            reading = other.submit(reader.read, 0, 8192)
+            assert is_reading.wait(10)
+        assert torch.equal(reading.result(), pattern(8192))
+    with pytest.raises(ValueError, match=r"8192\.bin is closed"):
+        reader.read(0, 1)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
