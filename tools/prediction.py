@@ -492,7 +492,7 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured 
             disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
             link_bytes_s=measure_link(find_device()) or Rates.link_bytes_s,
             kernel_bytes_s=measure_kernels(room_bytes),
-            host_memory_bytes_s=measure_host_memory(room_bytes),
+            host_memory_bytes_s=measure_host_memory(room_bytes) or Rates.host_memory_bytes_s,
             device_memory_bytes_s=measure_memory(find_device()) or Rates.device_memory_bytes_s,
             step_passes=step_passes(find_device()),
             gradient_bytes_s=maths.gradient_bytes_s,

@@ -63,6 +63,9 @@ def speed_of(
         )
         sources.append(f"computing: {compute:.3g} operations a second a rank, {source}")
         sources.append(f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed")
+        if is_gpu:
+            beside = f"{rates.host_memory_bytes_s / 1e9:.0f} GB/s of memory traffic"
+            sources.append(f"CPU kernels beside copies: {beside}, assumed")
     else:
         sharing = 1 if is_gpu else options.ranks  # ranks that share a processor
         compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(sharing)
@@ -77,7 +80,7 @@ def speed_of(
         rates = dataclasses.replace(
             rates,
             kernel_bytes_s=kernels,
-            host_memory_bytes_s=memory,
+            host_memory_bytes_s=memory or rates.host_memory_bytes_s,
             gradient_bytes_s=gradient_bytes_s,
             sum_bytes_s=sums,
             use_s=use_s,

@@ -105,7 +105,7 @@ def check_memory(plan: Plan, tokens: int) -> None:
     assert plan.host_bytes <= HOST_BYTES
 
 
-@pytest.mark.parametrize(("tokens", "least"), [(8192, 1650), (16384, 2100)])
+@pytest.mark.parametrize(("tokens", "least"), [(8192, 1650), pytest.param(16384, 2100, marks=pytest.mark.slow)])
 def test_8b_that_clips_every_step_hides_it_under_the_next_forward(
     tokens: int, least: int, sim: ModuleType, marks: Marks
 ) -> None:
@@ -117,7 +117,7 @@ def test_8b_that_clips_every_step_hides_it_under_the_next_forward(
         assert found > 1.1 * tokens_per_s(marks, sim, "none", tokens, 1e-3)
 
 
-@pytest.mark.parametrize(("tokens", "least"), [(8192, 1800), (16384, 2200)])
+@pytest.mark.parametrize(("tokens", "least"), [(8192, 1800), pytest.param(16384, 2200, marks=pytest.mark.slow)])
 def test_8b_that_never_clips_steps_under_backward_where_memory_has_room_to_undo(
     tokens: int, least: int, sim: ModuleType, marks: Marks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

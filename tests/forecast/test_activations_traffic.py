@@ -210,7 +210,7 @@ def test_a_card_to_fill_makes_no_plan_much_slower(host_mib: int, compute: Comput
     assert choice.chosen.forecast.total_s <= 1.02 * 1.1 * without.chosen.forecast.total_s
 
 
-FAST_LINK = dataclasses.replace(RATES, link_bytes_s=50e9, kernel_bytes_s=10e9)
+FAST_LINK = dataclasses.replace(RATES, link_bytes_s=50e9, kernel_bytes_s=10e9, host_memory_bytes_s=1e12)
 
 
 def on_host(rates: Rates, compute: Compute = FAST_MATHS, **fields: Any) -> Choice:

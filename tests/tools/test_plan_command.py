@@ -90,6 +90,7 @@ def test_a_plan_needs_no_config() -> None:
     said = text.getvalue()
     assert "2 x 64 tokens" in said and "rest on NVME" in said
     assert "computing: 1.5e+14 operations a second a rank, assumed: give --flops" in said
+    assert "CPU kernels beside copies: 65 GB/s of memory traffic, assumed" in said
     assert "disk: 3 GB/s read, 2 written, assumed" in said
 
 

@@ -22,6 +22,7 @@ from tiermem.optim.tile_step import TilePass
 from tiermem.precision import PRESETS
 from tiermem.swap.checksum import ROTATION, crc32c
 from tiermem.swap.errors import CorruptionError
+from tiermem.zero import state_layout
 from tiermem.zero.state_layout import BLOCK_BYTES, StatePiece
 
 HERE = Path(__file__).parent
@@ -62,8 +63,9 @@ def on_disk(shards: Shards, entry: str) -> tuple[Path, int, int]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_flipped_bit_in_any_part_of_a_tile_is_named(
-    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], preset: str
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(state_layout, "STRIP_NUMEL", 1 << 16)  # some ten pieces of each state
     shards, _ = trained(preset, tile_numel=561_152)  # the whole weight but for its last elements
     states = shards.states
     assert states is not None and shards.tile_pool is not None

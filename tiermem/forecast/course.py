@@ -90,10 +90,10 @@ class Course:
 
     def shared_s(self, load: TileLoad) -> float:
         """Seconds of HOST's memory for a tile, where some are sent to an accelerator while the CPU steps others; else 0."""
-        if (rate := self.rates.host_memory_bytes_s) is None or not self.plan.streams.num:
+        if not self.plan.streams.num:
             return 0.0
         crossing = load.down_bytes + load.up_bytes if load.num_sent else 0
-        return (load.memory_bytes + crossing) / rate
+        return (load.memory_bytes + crossing) / self.rates.host_memory_bytes_s
 
     def _firm_s(self, unit: Unit, reads_again: bool) -> float:
         """Seconds of a unit's transfers in backward, beside those of its step."""

@@ -56,8 +56,8 @@ class Rates:
     """That one rank sends or receives."""
     kernel_bytes_s: float = 50e9
     """Memory traffic of one rank's optimizer steps."""
-    host_memory_bytes_s: float | None = None
-    """Of HOST's memory, for kernels and copies over the link together. None: they do not slow each other."""
+    host_memory_bytes_s: float = 65e9
+    """Of HOST's memory, for kernels and copies over the link together."""
     is_disk_duplex: bool = False
     """A duplex disk reads and writes at once; any other does one at a time, like the single queue of a virtual disk."""
     near_bytes_s: float | None = None
