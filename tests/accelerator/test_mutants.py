@@ -42,7 +42,17 @@ def unpinned(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         sim.host_unregister(address)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+SAMPLED = 3
+"""`make test` tries every third mutant, `make test-all` all of them."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if number % SAMPLED == 0 else pytest.mark.slow)
+        for number, name in enumerate(MUTANTS)
+    ],
+)
 def test_a_mutant_is_seen(name: str, sim: ModuleType, unpinned: None, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
     expected = on_cpu(mutant.program)
