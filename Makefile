@@ -64,7 +64,7 @@ lint: .venv/.installed .venv/.tools
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_CODE)
 	$(BIN)/codespell
 
-THREADED := queue queue_options latency faults gradient checksum pass program strips
+THREADED := map queue queue_options latency faults gradient checksum pass program strips
 SPACE := $() $()
 # AddressSanitizer and UndefinedBehaviorSanitizer over everything, ThreadSanitizer over what has threads of its own.
 native-test: .venv/.tools

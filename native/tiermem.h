@@ -40,7 +40,8 @@ int tm_map_open(uint64_t bytes, void **base);
 int tm_map_bind(void *address, uint64_t bytes, int32_t node);
 
 /* Makes [address, address + bytes) resident (written zeros for pages never touched). Pages already
- * resident keep their content. Address and bytes are multiples of the page size. Blocks. */
+ * resident keep their content. Address and bytes are multiples of the page size. Blocks; more than 32 MiB are shared by
+ * threads on all cores of this process, which end with the call. */
 int tm_map_commit(void *address, uint64_t bytes);
 
 /* Gives the pages of [address, address + bytes) back to the kernel; their content is lost. Never inside

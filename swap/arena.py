@@ -1,9 +1,9 @@
 """Arena: the one allocation of HOST memory, and the slots carved out of it.
 
 The arena reserves address space for the whole budget once. It makes pages resident when it carves them for the first time,
-with huge pages, and rounds sizes up to 4096 bytes only. The pages of a slot that is given back stay resident, and low
-addresses are carved first. Memory for copies to and from an accelerator is carved from a separate part, the *link slab*. Only
-the link slab is registered with the device's driver (pinned), so that those copies run asynchronously:
+or a little before, with huge pages, and rounds sizes up to 4096 bytes only. The pages of a slot that is given back stay
+resident, and low addresses are carved first. Memory for copies to and from an accelerator is carved from a separate part, the
+*link slab*. Only the link slab is registered with the device's driver (pinned), so that those copies run asynchronously:
 
     [ link slab: shards, buffers of shards | everything else: states, gradients, tiles ]
 
@@ -28,6 +28,9 @@ from tiermem.swap.ranges import ByteRange, FreeRanges, round_up
 
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
+_AHEAD = 16
+"""For so many bytes one more becomes resident before it is carved, so that all cores make many at once."""
+_MOST_AHEAD_BYTES = 1 << 30
 
 
 class BudgetError(RuntimeError):
@@ -70,10 +73,12 @@ class _Part:
         return self.map.address + offset - self.start
 
     def commit(self, stop: int) -> None:
-        """Makes all pages below an offset of the arena resident. Raises OSError."""
-        if stop > self.committed:
-            self.map.commit(self._committed, stop - self.committed)
-            self._committed = stop - self.start
+        """Makes all pages below an offset of the arena resident, and some of those that follow. Raises OSError."""
+        if (due := stop - self.start) > self._committed:
+            ahead = min(due // _AHEAD, _MOST_AHEAD_BYTES) // HUGE_BYTES * HUGE_BYTES
+            due = min(due + ahead, self.map.num_bytes)
+            self.map.commit(self._committed, due - self._committed)
+            self._committed = due
 
     def release(self, start: int, stop: int) -> None:
         """Gives the resident pages between two offsets of the arena back to the kernel. Raises OSError."""

@@ -61,6 +61,7 @@ ADDED = {
     "tiles that native steps pass in strips": (0, 57),
     "native steps beside tiles that are sent; a host's memory that kernels and copies share": (0, 78),
     "threads that read one file": (0, 10),
+    "memory that all cores make resident": (0, 4),
     "a Triton kernel of the norm's squares, one room for a device's kernels, tiles as large as units": (2, 103),
 }
 """What each ability has added since: files, lines. A new ability has a line of its own; nothing else may raise the numbers."""

@@ -50,6 +50,20 @@ static void pages_prefer_the_node_that_they_are_bound_to() {
     CHECK_EQUAL(tm_map_bind(memory.data, 4096, 1024), -EINVAL);
 }
 
+// More than 32 MiB: threads share them.
+static void much_is_committed_as_a_whole() {
+    const uint64_t first = 4096, bytes = 99 * MIB + 8192;
+    Memory memory(104 * MIB);
+    memory.data[first + 33 * MIB] = 7;
+    CHECK_EQUAL(tm_map_commit(memory.data + first, bytes), 0);
+    CHECK_EQUAL(count_resident(memory.data + first, bytes), bytes);
+    CHECK_EQUAL(count_resident(memory.data + 102 * MIB, 2 * MIB), 0);
+    CHECK_EQUAL(memory.data[first + 33 * MIB], 7);
+    CHECK_EQUAL(tm_map_commit(memory.data, 0), 0);
+    CHECK_EQUAL(munmap(memory.data + 40 * MIB, 2 * MIB), 0);
+    CHECK_EQUAL(tm_map_commit(memory.data, 104 * MIB), -ENOMEM);
+}
+
 static void commit_keeps_content_and_release_loses_it() {
     Memory memory(4 * MIB);
     memory.data[5000] = 7;
@@ -108,6 +122,7 @@ static void words_of_nan_take_no_memory_until_they_are_written() {
 int main() {
     RUN(memory_is_aligned_and_absent_until_committed);
     RUN(pages_prefer_the_node_that_they_are_bound_to);
+    RUN(much_is_committed_as_a_whole);
     RUN(commit_keeps_content_and_release_loses_it);
     RUN(bad_arguments_are_refused);
     RUN(a_forked_child_does_not_inherit_it);

@@ -98,6 +98,19 @@ def test_carved_memory_is_resident_and_the_rest_is_not() -> None:
     arena.close()
 
 
+def test_a_sixteenth_more_is_resident_before_it_is_carved() -> None:
+    arena = Arena((130 << 20) + PAGE_BYTES)
+    first = arena.take(80 << 20).tensor
+    address = first.data_ptr()
+    assert resident_bytes(address, arena.limit_bytes) == 84 << 20  # 80 and 5, of whole huge pages
+    arena.take(4 << 20)
+    assert resident_bytes(address, arena.limit_bytes) == 84 << 20
+    last = arena.take((46 << 20) + PAGE_BYTES).tensor
+    assert arena.limit_bytes <= resident_bytes(address, arena.limit_bytes) <= arena.limit_bytes + HUGE_BYTES
+    assert not first.any() and not last.any()
+    arena.close()
+
+
 def test_budget_is_usable_to_its_last_page() -> None:
     arena = Arena(3 * PAGE_BYTES - 1)
     assert arena.limit_bytes == 3 * PAGE_BYTES
