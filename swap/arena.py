@@ -30,7 +30,7 @@ PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
 _AHEAD = 16
 """For so many bytes one more becomes resident before it is carved, so that all cores make many at once."""
-_MOST_AHEAD_BYTES = 1 << 30
+_LEAST_AHEAD_BYTES, _MOST_AHEAD_BYTES = 64 << 20, 1 << 30
 
 
 class BudgetError(RuntimeError):
@@ -76,7 +76,7 @@ class _Part:
         """Makes all pages below an offset of the arena resident, and some of those that follow. Raises OSError."""
         if (due := stop - self.start) > self._committed:
             ahead = min(due // _AHEAD, _MOST_AHEAD_BYTES) // HUGE_BYTES * HUGE_BYTES
-            due = min(due + ahead, self.map.num_bytes)
+            due = min(due + (ahead if ahead >= _LEAST_AHEAD_BYTES else 0), self.map.num_bytes)
             self.map.commit(self._committed, due - self._committed)
             self._committed = due
 

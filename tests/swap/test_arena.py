@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tiermem.swap import arena as arena_module
 from tiermem.swap.arena import HUGE_BYTES, PAGE_BYTES, Arena, BudgetError
 from tiermem.swap.native import Map
 
@@ -98,10 +99,13 @@ def test_carved_memory_is_resident_and_the_rest_is_not() -> None:
     arena.close()
 
 
-def test_a_sixteenth_more_is_resident_before_it_is_carved() -> None:
+def test_a_sixteenth_more_is_resident_before_it_is_carved_where_that_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_LEAST_AHEAD_BYTES", 4 << 20)  # 64 MiB of a GiB
     arena = Arena((130 << 20) + PAGE_BYTES)
-    first = arena.take(80 << 20).tensor
+    first = arena.take(60 << 20).tensor
     address = first.data_ptr()
+    assert resident_bytes(address, arena.limit_bytes) == 60 << 20
+    arena.take(20 << 20)
     assert resident_bytes(address, arena.limit_bytes) == 84 << 20  # 80 and 5, of whole huge pages
     arena.take(4 << 20)
     assert resident_bytes(address, arena.limit_bytes) == 84 << 20
