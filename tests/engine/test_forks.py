@@ -104,6 +104,7 @@ def test_a_forked_child_is_refused_at_every_entry(place: str, tmp_path: Path) ->
     assert {name for name in vars(tiermem.Engine) if not name.startswith("_")} <= {*uses, *HARMLESS}
 
     def use_all() -> None:
+        torch.set_num_threads(1)  # a child has no threads of OpenMP to wait for
         assert all(each.ds_tensor.isnan().all() for each in engine.module.parameters() if hasattr(each, "ds_tensor"))
         for name, use in uses.items():
             with pytest.raises((RuntimeError, OSError), match="|".join(REFUSALS)):
