@@ -59,7 +59,7 @@ ADDED = {
     "parts of a unit that are copied while the rest is stepped; the peak of a card": (0, 39),
     "plans of tiles that are kept, and told in columns; an interrupt while a folder is made": (0, 47),
     "tiles that native steps pass in strips": (0, 57),
-    "native steps beside tiles that are sent; a host's memory that kernels and copies share": (0, 78),
+    "native steps beside tiles that are sent; a host's memory that kernels and copies share": (0, 79),
     "threads that read one file": (0, 10),
     "memory that all cores make resident": (0, 4),
     "a Triton kernel of the norm's squares, one room for a device's kernels, tiles as large as units": (2, 103),

@@ -23,7 +23,7 @@ import torch
 from tiermem.forecast.loads import torch_traffic
 from tiermem.precision import Precision
 from tiermem.swap.accelerator import PageLock, free_and_total, is_accelerator, new_stream, on, record
-from tiermem.swap.arena import HUGE_BYTES, Arena
+from tiermem.swap.arena import HUGE_BYTES, PAGE_BYTES, Arena
 from tiermem.swap.device_kernels import kernels_of
 from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.ranges import ByteRange, round_up
@@ -186,7 +186,8 @@ def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> dic
 @contextlib.contextmanager
 def _pinned(device: torch.device, num_bytes: int) -> Iterator[tuple[list[torch.Tensor], bool]]:
     """Two slots of a link slab, and whether the driver took them."""
-    arena = Arena(2 * num_bytes, link_bytes=2 * num_bytes)
+    total = 2 * round_up(max(num_bytes, 1), PAGE_BYTES)
+    arena = Arena(total, link_bytes=total)
     try:
         slots = [arena.take(num_bytes, "a slot to copy from", crosses_link=True).tensor for _ in range(2)]
         for slot in slots:
