@@ -46,9 +46,13 @@ soak: .venv/.installed .venv/.fuzz
 	@mkdir -p build/soak
 	@TIERMEM_SOAK_TOTALS=$(CURDIR)/build/soak $(BIN)/python -m pytest -q -m soak --timeout=0
 
-gpu: $(if $(GPU_PYTHON),,.venv/.installed)
+gpu: $(if $(GPU_PYTHON)$(SITTING),,.venv/.installed)
 	@mkdir -p build
+ifdef SITTING
+	@bash tests/gpu/sitting.sh $(SITTING)
+else
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m tiermem.tools.bench.gpu --json build/gpu.json $(GPU_OPTIONS)
+endif
 
 docs: .venv/.installed .venv/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
@@ -63,6 +67,7 @@ lint: .venv/.installed .venv/.tools
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_CODE)
 	$(BIN)/codespell
+	@$(BIN)/python tests/test_weight.py
 
 THREADED := map queue queue_options latency faults gradient checksum pass program strips
 SPACE := $() $()

@@ -132,13 +132,21 @@ def test_deepspeed_is_swept_over_homes_and_pipelining(tmp_path: Path) -> None:
         "all-on-nvme",
         "optimizer-on-nvme",
         "optimizer-on-nvme-unpipelined",
-        "all-on-cpu",
+        "all-on-cpu-small",
     ]
     assert [s.is_like_ours for s in settings] == [True, True, True, False]
     buffers = settings[0].values["zero_optimization"]["offload_param"]
     assert buffers["buffer_size"] == 32000 * 2048
-    assert [s.name for s in deepspeed_settings(given, tmp_path, uses_nvme=False)] == ["all-on-cpu"]
     json.dumps([s.values for s in settings])
+
+
+def test_deepspeed_with_everything_on_the_cpu_runs_with_its_defaults_and_tuned(tmp_path: Path) -> None:
+    """Only a memory cap adds buckets that are smaller than its makers set them."""
+    for cap_bytes, small in ((None, []), (1 << 30, ["all-on-cpu-small"])):
+        given = job(tmp_path, nvme_paths=[], memory_limit_bytes=cap_bytes)
+        settings = deepspeed_settings(given, tmp_path, uses_nvme=False)
+        assert [s.name for s in settings] == ["all-on-cpu", "all-on-cpu-large", *small]
+        assert set(settings[0].values["zero_optimization"]) == {"stage", "offload_param", "offload_optimizer"}
 
 
 def test_swap_folders_are_made_and_removed(tmp_path: Path) -> None:

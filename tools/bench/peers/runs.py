@@ -27,6 +27,8 @@ from tiermem.tools.launcher import CHANNEL_FD, Job
 from tiermem.tools.presets import ModelSizes
 
 _SCRIPTS = Path(__file__).parent
+_BUILD_PATIENCE_S = 600.0
+"""A compiler of another user that holds the extensions' lock would be waited for without end."""
 
 
 class Setting(NamedTuple):
@@ -59,7 +61,11 @@ class Peer:
             return
         console.print("deepspeed: building its extensions, not measured")
         command = [*peer_command(self.python, self.name), str(_SCRIPTS / "peer_deepspeed.py")]
-        built = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BUILD_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            console.print(f"deepspeed: its extensions did not build in {_BUILD_PATIENCE_S:.0f} s")
+            return
         (home / "extensions.log").write_text(built.stdout + built.stderr, encoding="utf-8")
         if built.returncode:
             last = (built.stderr.strip() or built.stdout.strip() or "no output").splitlines()[-1]
@@ -130,8 +136,9 @@ def list_peers(job: Job, peer_python: Path | None) -> list[Peer]:
 def deepspeed_settings(job: Job, swap: Path, uses_nvme: bool) -> list[Setting]:
     """The sweep: everything on the CPU; with NVMe also the optimizer there, pipelined or not, and all of it there.
 
-    The buffer sizes are those that a search by hand found to work for models of this size: fewer or smaller ones stop with
-    an assertion ("Not enough buffers").
+    Everything on the CPU runs with DeepSpeed's defaults and with `_LARGE` settings; under a memory cap also with `_SMALL`
+    ones. The buffer sizes of NVMe are those that a search by hand found to work for models of this size: fewer or smaller
+    ones stop with an assertion ("Not enough buffers").
     """
     sizes = ModelSizes.of(job.shape)
     largest = max(sizes.vocabulary * sizes.hidden, sizes.hidden * sizes.intermediate)
@@ -139,28 +146,42 @@ def deepspeed_settings(job: Job, swap: Path, uses_nvme: bool) -> list[Setting]:
     nvme = {"device": "nvme", "nvme_path": str(swap)}
     buffers = {"buffer_count": 100, "buffer_size": max(10_000_000, largest), "max_in_cpu": 0}
     piped = {"buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
-    settings = [Setting("all-on-cpu", _zero(cpu, cpu), is_like_ours=not uses_nvme)]
-    if uses_nvme:
-        settings = [
-            Setting("all-on-nvme", _zero({**nvme, **buffers}, {**nvme, **piped})),
-            Setting("optimizer-on-nvme", _zero({"device": "none"}, {**nvme, **piped})),
-            Setting("optimizer-on-nvme-unpipelined", _zero({"device": "none"}, {**nvme, "buffer_count": 16})),
-            *settings,
+    if not uses_nvme:
+        small = [Setting("all-on-cpu-small", _zero(cpu, cpu, _SMALL))] if job.memory_limit_bytes is not None else []
+        return [
+            Setting("all-on-cpu", _zero(cpu, cpu, {})),
+            Setting("all-on-cpu-large", _zero(cpu, cpu, _LARGE)),
+            *small,
         ]
-    return settings
+    resting = {"device": "none"}
+    return [
+        Setting("all-on-nvme", _zero({**nvme, **buffers}, {**nvme, **piped}, _SMALL)),
+        Setting("optimizer-on-nvme", _zero(resting, {**nvme, **piped}, _SMALL)),
+        Setting("optimizer-on-nvme-unpipelined", _zero(resting, {**nvme, "buffer_count": 16}, _SMALL)),
+        Setting("all-on-cpu-small", _zero(cpu, cpu, _SMALL), is_like_ours=False),
+    ]
 
 
-def _zero(param: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+_SMALL = {
+    "sub_group_size": 20_000_000,
+    "stage3_prefetch_bucket_size": 20_000_000,
+    "stage3_max_live_parameters": 40_000_000,
+    "reduce_bucket_size": 20_000_000,
+}
+"""Buckets for little memory."""
+_LARGE = {
+    "overlap_comm": True,
+    "stage3_prefetch_bucket_size": 500_000_000,
+    "stage3_max_live_parameters": 3_000_000_000,
+    "stage3_max_reuse_distance": 3_000_000_000,
+}
+"""Settings for a GPU with room: more is prefetched and kept than by default."""
+
+
+def _zero(param: dict[str, Any], optimizer: dict[str, Any], buckets: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's section for ZeRO-3; a key that `buckets` leaves out has DeepSpeed's default."""
     return {
-        "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": 20_000_000,
-            "stage3_prefetch_bucket_size": 20_000_000,
-            "stage3_max_live_parameters": 40_000_000,
-            "reduce_bucket_size": 20_000_000,
-            "offload_param": param,
-            "offload_optimizer": optimizer,
-        },
+        "zero_optimization": {"stage": 3, **buckets, "offload_param": param, "offload_optimizer": optimizer},
         "aio": {
             "block_size": 1 << 20,
             "queue_depth": 16,
