@@ -345,8 +345,11 @@ class RunRecord(Observer):
         return self.steps[-1]["tokens"] / seconds if seconds else None
 
     def disagreements(self) -> list[str]:
-        """Where our counts differ from the kernel's; empty for a run that did not get to its end."""
-        if "kernel_read_bytes" not in self.done:
+        """Where our counts differ from the kernel's; empty for a run that did not get to its end, or that used no disk.
+
+        A run without a disk still reads program code, and an accelerator's libraries write caches.
+        """
+        if "kernel_read_bytes" not in self.done or not self.done.get("paths", True):
             return []
         ours = IoCounts(self.done["nvme_read_bytes"], self.done["nvme_written_bytes"])
         kernel = IoCounts(self.done["kernel_read_bytes"], self.done["kernel_written_bytes"])

@@ -53,6 +53,20 @@ def test_medians_leave_the_first_step_out() -> None:
     assert record.tokens_per_s() == 32.0
 
 
+def test_a_run_without_a_disk_is_not_held_to_the_counts_of_the_kernel() -> None:
+    """Its process reads program code, and an accelerator's libraries write caches."""
+    counts = {
+        "nvme_read_bytes": 0,
+        "nvme_written_bytes": 0,
+        "kernel_read_bytes": 1 << 30,
+        "kernel_written_bytes": 1 << 30,
+    }
+    for paths, num_disagreements in (([], 0), ([{"path": "/disk", "bytes": 0}], 2)):
+        record = RunRecord()
+        record.on_message({"kind": "done", **counts, "paths": paths})
+        assert len(record.disagreements()) == num_disagreements
+
+
 def test_bytes_of_a_run_that_died_are_those_of_its_last_step() -> None:
     record = RunRecord()
     record.on_message({"kind": "ready", "read_bytes": 10, "written_bytes": 20})
