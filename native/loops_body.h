@@ -68,7 +68,7 @@ void widen_split(uint64_t n, const uint16_t *__restrict weight, const uint16_t *
 template <bool is_exact>
 void narrow_split(uint64_t n, const float *__restrict src, uint16_t *__restrict weight, uint16_t *__restrict low) {
     for (uint64_t i = 0; i < n; ++i) {
-        const uint32_t bits = is_exact ? bits_of(src[i]) : shown_nan(src[i]);
+        const uint32_t bits = is_exact ? splittable(bits_of(src[i])) : shown_nan(src[i]);
         weight[i] = weight_of_split(bits);
         low[i] = (uint16_t)bits;
     }

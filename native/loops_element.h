@@ -101,10 +101,15 @@ inline uint16_t to_f16(float x, uint32_t word) {
 
 // ---- split ---------------------------------------------------------------------------------------------------
 
-// The low half, read as a signed number, is what rounding took away.
+// The low half, read as a signed number, is what rounding took away. No number rounds up to zero: a negative low half
+// beside zero is left from a weight that the user has overwritten, and counts as zero. (Their sum would be a NaN.)
 inline float from_split(uint16_t weight, uint16_t low) {
-    return float_of(((uint32_t)weight << 16) + (uint32_t)(int32_t)(int16_t)low);
+    const bool is_left = (weight & 0x7fffu) == 0 && (int16_t)low < 0;
+    return float_of(((uint32_t)weight << 16) + (is_left ? 0u : (uint32_t)(int32_t)(int16_t)low));
 }
+
+// Every pattern comes back from a split master, but for the NaNs whose weight would be zero: they lose a bit.
+inline uint32_t splittable(uint32_t bits) { return size_of(bits) >= 0x7fff8000u ? bits & ~0x8000u : bits; }
 
 inline uint16_t weight_of_split(uint32_t bits) { return (uint16_t)((bits + 0x8000u) >> 16); }
 

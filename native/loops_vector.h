@@ -145,6 +145,7 @@ inline halves to_bf16(FloatPair x, signed_halves word) {
 }
 
 inline FloatPair from_split(halves weight, halves low) {
+    low &= ~(halves)(((weight & 0x7fff) == 0) & ((signed_halves)low < 0));
     const UintPair upper = as_upper(weight);
     return floats_of({upper.even + (uints)((ints)((uints)low << 16) >> 16), upper.odd + (uints)((ints)low >> 16)});
 }

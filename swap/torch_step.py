@@ -65,7 +65,9 @@ def widen_in_torch(stored: Moment, weight: torch.Tensor | None = None, is_positi
     if stored.dtype not in SPLIT:
         return stored.to(torch.float32, copy=True)
     assert weight is not None  # the low half, read as a signed number, is what rounding took away
-    bits = (weight.view(torch.int16).to(torch.int32) << 16) + stored.view(torch.int16)
+    upper, low = weight.view(torch.int16), stored.view(torch.int16)
+    is_left = ((upper & 0x7FFF) == 0) & (low < 0)  # from a weight that the user has overwritten by zero
+    bits = (upper.to(torch.int32) << 16) + low.masked_fill(is_left, 0)
     return bits.view(torch.float32)
 
 
@@ -79,8 +81,9 @@ def narrow_in_torch(
 ) -> None:
     """Writes fp32 values into a part on their device, to nearest even; as `narrow_part` in swap/native.py.
 
-    A split master writes its bf16 weight too, and keeps every pattern. words: random ones, by which parts below fp32 that are
-    not split are rounded stochastically instead. Does not wait for the device.
+    A split master writes its bf16 weight too, and keeps every pattern, but NaNs that would round to zero lose a bit.
+    words: random ones, by which parts below fp32 that are not split are rounded stochastically instead. Does not wait for the
+    device.
     """
     numel = check_part(stored, weight, device=None)
     values = values.to(torch.float32)
@@ -90,6 +93,7 @@ def narrow_in_torch(
     elif stored.dtype in SPLIT:
         assert weight is not None
         bits = values.view(torch.int32)
+        bits = torch.where((bits & 0x7FFFFFFF) >= 0x7FFF8000, bits & ~0x8000, bits)
         weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
         stored.view(torch.int16).copy_(bits)  # its lower half
     elif words is None or stored.dtype is torch.float32:

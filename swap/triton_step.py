@@ -281,7 +281,9 @@ def _read_master(weight: tl.tensor, master: tl.tensor, rows: tl.tensor, numel: t
         p = _read(weight, None, rows, numel, False)
     elif master.dtype.element_ty == tl.int16:
         low = tl.load(master + _at(rows), _at(rows) < numel, 0)
-        p = float_of(_bits(_read(weight, None, rows, numel, False)) + low.to(tl.int32))
+        upper = _bits(_read(weight, None, rows, numel, False))
+        is_left = ((upper & 0x7FFFFFFF) == 0) & (low < 0)  # from a weight that the user has overwritten by zero
+        p = float_of(upper + tl.where(is_left, 0, low.to(tl.int32)))
     else:
         p = _read(master, None, rows, numel, False)
     return p

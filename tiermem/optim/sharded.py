@@ -178,6 +178,7 @@ class ShardedModel:
         for live in trainable:
             if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
                 self._shards.values.regather(live.unit, live.shard, live.memory)
+            live.note_step()
 
 
 def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:

@@ -142,6 +142,8 @@ class StateTiles:
         Weights and states that rest in memory are stepped into a second copy; tiles without room for one are left out.
         Parameters have not counted the step. Returns and raises as `Program.attempt`.
         """
+        if not live.is_streamed:  # the user may write weights that are always present until the step
+            return True
         second = self._seconds.get(live)
         act = Stepping(self._shards.workers, rule_of, is_counted=False, kept=self._kept)
         has_room = {Tier.NVME: second is not None or live.entry is not None}
@@ -206,6 +208,7 @@ class StateTiles:
 
         `name` is MASTER, which every parameter has, or one of its moments. Takes twice the memory of that part.
         """
+        self._shards.take_writes()
         pieces = [self.piece(tile, elements, name) for tile, elements in self._pieces.get(shard, ())]
         return torch.cat(pieces) if pieces else torch.empty(0)
 
@@ -216,13 +219,19 @@ class StateTiles:
         have seen (`Shard.set_steps`). With several ranks, MASTER is collective; moments become part of the last step if that is
         still to be made durable. Raises ValueError for another number of values, OSError when a transfer fails.
         """
+        self._shards.drop_head_start(is_collective=name == MASTER)
+        self.put(shard, name, values)
+        if name == MASTER:
+            self._shards.refresh(shard.param)
+
+    def put(self, shard: Shard, name: str, values: torch.Tensor) -> None:
+        """`load` on this rank alone: the caller has dropped reads ahead, and makes what is present show a new weight."""
         pieces = self._pieces.get(shard, [])
         due = sum(elements.numel for _, elements in pieces)
         if values.shape != (due,):
             raise ValueError(
                 f"{name} of {shard.name}: {tuple(values.shape)} values were given; this rank's part has ({due},)"
             )
-        self._shards.drop_head_start(is_collective=name == MASTER)
         unstarted = [tile for tile, _ in pieces if not tile.is_started]
         if unstarted:
             self._run(unstarted, TilePass(self._shards, self.names))
@@ -230,8 +239,6 @@ class StateTiles:
         for tile, elements in pieces:
             self._write_piece(tile, elements, name, values[done : done + elements.numel].to(torch.float32))
             done += elements.numel
-        if name == MASTER:
-            self._shards.refresh(shard.param)
         shard.note_loaded(name != MASTER, name == MASTER and self.keeps_master(shard))
 
     def visit(self, chosen: Collection[Shard], visitor: Visitor) -> None:

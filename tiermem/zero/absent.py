@@ -253,6 +253,42 @@ class RestingParameter(nn.Parameter):
         )
 
 
+class PresentParameter(nn.Parameter):
+    """A parameter of a sharded model that is in memory all the time. Torch's calls on it cost nothing extra.
+
+    `p.data = x` raises RuntimeError at once for another dtype, shape or device: `model.half()` does that. What x holds is taken
+    over before the next step or save (`Shards.take_writes`); forward uses x until then.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, as a tensor without a graph."""
+        values: torch.Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if registry.owner_of(self) is not None:
+            check_like(values, self)
+        _DATA.__set__(self, values)
+
+
+_DATA: Any = torch._C.TensorBase.data
+"""torch's own attribute."""
+
+
+def check_like(given: torch.Tensor, shown: torch.Tensor) -> None:
+    """Raises RuntimeError if a parameter of a sharded model was given values of another dtype, shape or device."""
+    had = shown.dtype, shown.device, tuple(shown.shape)
+    has = given.dtype, given.device, tuple(given.shape)
+    if has != had:
+        raise RuntimeError(
+            f"a parameter of a sharded model was {had[0]} on {had[1]} of shape {had[2]} and is given values that are {has[0]} "
+            f"on {has[1]} of shape {has[2]}. The policy or config says the dtype, tiermem.shard(device=...) the device; resize "
+            "a model before it is sharded, or close its shards with materialize=True first"
+        )
+
+
 class RestingView(torch.Tensor):
     """A view of resting parameters that was made outside a forward, such as `p.data`, `p.detach()` and `p[3:]`.
 
@@ -410,17 +446,24 @@ def without_loans(
 
 
 def rest(params: Iterable[nn.Parameter]) -> None:
-    """Makes plain parameters resting ones: their unit has no users any more."""
+    """Makes ordinary parameters resting ones: their unit has no users any more."""
     for param in params:
-        if type(param) is nn.Parameter:
+        if type(param) is nn.Parameter or type(param) is PresentParameter:
             param.__class__ = RestingParameter
 
 
 def wake(params: Iterable[nn.Parameter]) -> None:
-    """Makes resting parameters ordinary ones: their unit has users."""
+    """Makes resting parameters, and those that are always present, ordinary ones: their unit has users, or ends."""
     for param in params:
-        if type(param) is RestingParameter:
+        if type(param) is RestingParameter or type(param) is PresentParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def watch(params: Iterable[nn.Parameter]) -> None:
+    """Makes plain parameters ones that are always present."""
+    for param in params:
+        if type(param) is nn.Parameter or type(param) is RestingParameter:
+            param.__class__ = PresentParameter
 
 
 def refuse(param: nn.Parameter, sentences: str) -> NoReturn:

@@ -91,9 +91,10 @@ class GatheredParameters:
         none                             an ordinary parameter: nothing happens
 
     With a `modifier_rank`, that rank's values replace those of all ranks when the context ends: where the parameter rests,
-    and in the optimizer's master, which becomes exactly the new value (moments stay). Without one, a parameter written in
-    place raises RuntimeError on every rank, because the ranks may differ by then. Writing through `.data` or NumPy is not
-    noticed. An exception inside the context drops the changes.
+    and in the optimizer's master, whose elements become the new values where these differ (moments stay). Without one, a
+    partitioned parameter written in place raises RuntimeError on every rank, because the ranks may differ by then. Writing
+    through `.data` or NumPy is not noticed. An exception inside the context drops the changes of parameters that are not always
+    present. In stages 0 to 2 parameters are always present: without a modifier each rank's writes stay, as outside.
 
     Args:
         params: one parameter, or any iterable of them; ordinary parameters and other objects are skipped.
@@ -112,7 +113,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self._kept = _partitioned(params) if enabled else []
+        self._kept = _partitioned(params, modifier_rank) if enabled else []
         self._modifier = modifier_rank
         self._taken: list[tuple[nn.Parameter, _Owner, int]] = []  # with the parameter's version when it was gathered
         if modifier_rank is not None:
@@ -190,13 +191,15 @@ def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> No
         function(model)
 
 
-def _partitioned(params: Any) -> list[tuple[nn.Parameter, _Owner]]:
-    """Each partitioned parameter once, with its owner, in the given order."""
+def _partitioned(params: Any, modifier_rank: int | None) -> list[tuple[nn.Parameter, _Owner]]:
+    """Each partitioned parameter once, with its owner, in the given order; with a modifier those of all stages."""
     given = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
     found: dict[int, tuple[nn.Parameter, _Owner]] = {}
     for param in given:
         owner = registry.owner_of(param) if isinstance(param, nn.Parameter) else None
-        if isinstance(owner, ParametersInInit) or (isinstance(owner, Shards) and owner.policy.stage == 3):
+        if isinstance(owner, ParametersInInit) or (
+            isinstance(owner, Shards) and (owner.policy.stage == 3 or modifier_rank is not None)
+        ):
             found[id(param)] = (param, owner)
     return list(found.values())
 

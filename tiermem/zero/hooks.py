@@ -302,8 +302,11 @@ class Hooks(Uncopied):
             for live in needed:
                 if any(live.memory.sees(tensor) for tensor in made):
                     self._lend_to(self._frames[-2] if len(self._frames) > 1 else None, live)
-            self.leave(frame, marks.made_by(made))
             if output is None:  # it raised, perhaps because it wrote the values
+                for live in needed:
+                    live.forget_writes()
+            self.leave(frame, marks.made_by(made))
+            if output is None:
                 for live in needed:
                     self.prefetcher.outdate(live)
         return output

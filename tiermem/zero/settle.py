@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import Pool
 from tiermem.swap.ranges import round_up
 from tiermem.zero import registry
-from tiermem.zero.absent import ZeroParamStatus, absent_part, become, describe, undescribe
+from tiermem.zero.absent import RestingParameter, ZeroParamStatus, absent_part, become, describe, undescribe
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.zero.init_params import ParametersInInit, Put, into
@@ -33,6 +34,8 @@ from tiermem.zero.values import Values, initial_master
 #     lazy parameters      have no shape yet, so nothing can be planned
 #     sparse embeddings    have gradients that are lists of rows, which cannot be reduced or stepped here (frozen: allowed)
 #     max_norm embeddings  write weights in forward, where these may be a copy; the master is not written (frozen: allowed)
+#     shared memory        two parameters over the same memory, or a buffer over a parameter's. Torch steps such memory once for
+#                          each parameter. Frozen ones that are equal in place, shape and strides become one parameter
 #     complex parameters   no optimizer here steps them (frozen: allowed)
 #
 # Checks that depend on the policy (dtypes of masters, sizes of buffers) are made during planning (plan.py, unit.py).
@@ -40,6 +43,7 @@ from tiermem.zero.values import Values, initial_master
 
 def check_model(model: nn.Module, is_trained: bool) -> None:
     """Raises ValueError for a model that cannot be partitioned; names the parameter or module and the change to make."""
+    tie_shared(model)
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise ValueError(
@@ -53,6 +57,52 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
     for name, module in model.named_modules():
         if is_trained and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.weight.requires_grad:
             _check_embedding(name, module)
+
+
+def tie_shared(model: nn.Module) -> None:
+    """Makes frozen parameters over the same elements one parameter. Raises ValueError for other overlaps, with both names."""
+    seen: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    for prefix, module in model.named_modules():
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                place = None if tensor is None else _place_of(tensor)
+                if tensor is None or place is None:
+                    continue
+                storage, start, stop = place
+                whole_name = f"{kind} {f'{prefix}.{name}' if prefix else name!r}"
+                others = seen.setdefault(storage, [])
+                over = [each for each in others if each[0] < stop and start < each[1] and each[3] is not tensor]
+                twin = next((each for each in over if _is_twin(each[3], tensor)), None)
+                if twin is not None and len(over) == 1:
+                    module._parameters[name] = cast(nn.Parameter, twin[3])
+                    continue
+                parameters = [each for each in over if isinstance(each[3], nn.Parameter)]
+                if parameters or (over and kind == "parameter"):
+                    raise ValueError(
+                        f"{whole_name} and {over[0][2]} share memory, and each weight has a place of its own here. Use one "
+                        "parameter for both (head.weight = embed.weight, without .data), or give one of them a clone"
+                    )
+                others.append((start, stop, whole_name, tensor))
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """A tensor's storage, and the bytes of it from the first to the last element; None for one without memory of its own."""
+    if is_lazy(tensor) or isinstance(tensor, RestingParameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    if not tensor.numel() or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return None
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return int(tensor.untyped_storage()._cdata), start, start + int(reach) * tensor.itemsize
+
+
+def _is_twin(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two frozen parameters are the same elements in the same shape."""
+    both = first, second
+    if not all(isinstance(each, nn.Parameter) and not each.requires_grad for each in both):
+        return False
+    places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in both]
+    return places[0] == places[1]
 
 
 def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:

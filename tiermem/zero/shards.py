@@ -95,8 +95,11 @@ class States(Protocol):
     def take_up(self, units: Sequence[Unit]) -> None:
         """Takes room for the states of units that have become trainable. Raises OSError."""
 
-    def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
-        """Stores this rank's part of one state of a parameter, given in fp32. Blocks."""
+    def state(self, shard: Shard, name: str) -> torch.Tensor:
+        """A copy of this rank's part of one state of a parameter: flat, fp32, without padding. Blocks."""
+
+    def put(self, shard: Shard, name: str, values: torch.Tensor) -> None:
+        """Stores this rank's part of one state of a parameter, given in fp32, and of a master the weight. Blocks."""
 
 
 class Shards:
@@ -126,6 +129,8 @@ class Shards:
         self.states: States | None = None  # of the optimizer that steps this model
         self._attached: list[Attached] = []
         self.is_held = False  # weights may not change: all units are present (access.py), or show averages
+        self._residents: list[LiveUnit] = []  # units that are always present
+        self._is_taking = False  # what the user has written is being taken over
         self.topology: Topology = arrange(
             everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
         )
@@ -175,6 +180,8 @@ class Shards:
     def weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
         live, shard = self.find(param)
+        if live.unit.is_resident:
+            return param.detach().to("cpu", live.unit.dtype, copy=True)
         if live.is_present and not live.is_streamed:
             return live.memory.views[live.unit.shards.index(shard)].detach().to("cpu", live.unit.dtype, copy=True)
         return self.values.assemble(shard, self.local_weight(param)).view(shard.shape)
@@ -182,6 +189,7 @@ class Shards:
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements. Blocks."""
         live, shard = self.find(param)
+        self.take_writes()
         return self.values.elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
 
     def refresh(self, param: nn.Parameter) -> None:
@@ -264,17 +272,82 @@ class Shards:
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Replaces a parameter's values; every rank gives the whole tensor. Collective; blocks; raises OSError.
 
-        The master becomes exactly the new value; moments stay as they are.
+        The master becomes exactly the new value if that has a wider dtype than the weight. Else elements that change become the
+        new value, and all others keep their master. Moments stay as they are.
         """
         live, shard = self.find(param)
-        stepped = any(other.num_steps for _, other in self.parameters())  # a step has made the masters
-        if live.unit.is_trainable and self.states is not None and stepped:
-            self.states.load(shard, MASTER, self.values.mine(shard, value.detach()).cpu().float())
-        else:
-            self.replace_mine(live, shard, self.values.mine(shard, value.detach()).cpu())
+        self.drop_head_start()
+        self._take_over(live, shard, value.detach(), is_master=value.dtype.itemsize > live.unit.dtype.itemsize)
+        self.refresh(param)
         if live.num_users and live.is_streamed:
             shown = self.weight(param) if live.unit.is_packed else value.to(live.unit.dtype).view(shard.shape)
             live.memory.views[live.unit.shards.index(shard)].copy_(shown)
+
+    def take_writes(self) -> None:
+        """Takes over what the user has written to weights that are always present. Does nothing where nothing was written.
+
+        Each rank takes its own part of what its own parameters show. Not collective; blocks; raises OSError, and RuntimeError
+        as `LiveUnit.written` and `check_may_change` do.
+        """
+        if self._is_taking:
+            return
+        for live in self._residents:
+            if live.written():
+                self._take_writes_of(live)
+
+    def _take_writes_of(self, live: LiveUnit) -> None:
+        """Takes over what the user has written to a unit that is present, and drops reads ahead of the old values."""
+        self._is_taking = True
+        try:
+            self.drop_head_start(is_collective=False)
+            live.outdate()
+            for index in live.written():
+                shard = live.unit.shards[index]
+                with torch._C.DisableTorchFunctionSubclass():
+                    shown = shard.param.detach()
+                self._take_over(live, shard, shown)
+                live.show_again(index)
+                if live.is_home(shown) and self._is_split(live):
+                    live.remember(index)  # this program writes weights
+        finally:
+            self._is_taking = False
+
+    def _take_over(self, live: LiveUnit, shard: Shard, value: torch.Tensor, is_master: bool = False) -> None:
+        """Stores this rank's part of a whole weight where it rests. Elements that change become masters; others keep theirs.
+
+        An element was written if it is not its master's rounding. A split master consists of the weight and its low half, so
+        its elements are compared with the weight at rest, or with what `LiveUnit.remember` kept where the user writes that very
+        memory. The first such write to a parameter, before which nothing was kept, leaves low halves as they are, but for those
+        of zeros: up to half a unit of bf16's last place. is_master: every element becomes the master. Not collective; blocks; raises OSError.
+        """
+        unit, mine = live.unit, self.values.mine(shard, value).cpu()
+        part = slice(shard.shard_offset, shard.shard_offset + mine.numel())
+        stepped = any(other.num_steps for _, other in self.parameters())  # a step has made the masters
+        states = self.states if unit.is_trainable and stepped else None
+        is_there, initial = live.is_home(value), initial_master(unit)
+        if states is None and initial not in self.store:
+            if not is_there:
+                self.values.put_elements(live, part.start, mine.to(unit.dtype))
+            return
+        master = self.values.read_part(initial, torch.float32, part) if states is None else states.state(shard, MASTER)
+        before = live.before(unit.shards.index(shard))
+        if before is not None:
+            weight = self.values.mine(shard, before).cpu()
+        else:
+            weight = self.values.elements(live, part) if self._is_split(live) else master.to(unit.dtype)
+        is_written = torch.ones_like(mine, dtype=torch.bool) if is_master else weight.to(mine.dtype) != mine
+        if not is_written.any():
+            return
+        master = torch.where(is_written, mine.float(), master)
+        if states is not None:
+            states.put(shard, MASTER, master)
+            return
+        self.values.put_initial_master(unit, shard, master)
+        self.values.put_elements(live, part.start, mine.to(unit.dtype))
+
+    def _is_split(self, live: LiveUnit) -> bool:
+        """Whether a unit's masters are the weights and what these lack."""
+        return live.unit.is_trainable and self.policy.precision.master_of(live.unit.dtype) == "split"
 
     def replace_mine(self, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
         """Replaces this rank's part of a parameter that has no master yet; every rank gives its own. Collective; blocks."""
@@ -308,6 +381,7 @@ class Shards:
         self.store.check_process()
         self.steps.finish_tiles() if is_step else self.steps.finish()
         self.steps.check_whole()
+        self.take_writes()
 
     def is_of_leaf(self, param: nn.Parameter) -> bool:
         """Whether a parameter is fetched with its leaf module."""
@@ -317,6 +391,8 @@ class Shards:
         """Gives a parameter its whole values until `put_back`. Collective; blocks. Takes memory for this parameter alone."""
         live, shard = self.find(param)
         if live.unit.is_resident:
+            if self._is_split(live):
+                live.remember(live.unit.shards.index(shard))
             return
         self.hooks.see_gradient_of(live, param)
         if self.hooks.may_lend:
@@ -327,6 +403,7 @@ class Shards:
     def put_back(self, param: nn.Parameter) -> None:
         """Ends a `take_out`: the parameter shows its unit again. Changes are dropped, unless `replace` was called."""
         live, shard = self.find(param)
+        live.forget(live.unit.shards.index(shard))
         live.put_back(live.unit.shards.index(shard))
 
     def drop_head_start(self, is_collective: bool = True) -> None:
@@ -555,6 +632,8 @@ class Shards:
                 self.add_need(module, param)
         for each in self.units:
             each.let_all_go()
+            each.call_on_writes(self._take_writes_of)
+        self._residents = [each for each in self.units if each.unit.is_resident]
         self._frozen = Frozen(self.parameters() if self._is_trained else ())
         self.hooks.call_on_training(self.take_up)
 

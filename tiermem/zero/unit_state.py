@@ -107,6 +107,11 @@ class LiveUnit:
         self._params = [shard.param for shard in unit.shards]
         self._changing = [] if unit.is_resident else self._params  # their class shows whether the unit has users
         self._out: set[int] = set()  # parameters that hold their own copy (access.py)
+        self._num_references = 0  # of the unit's own to its memory, without those of parameters that show it
+        self._before: dict[int, torch.Tensor] = {}  # by parameter: weights before the user writes them (`remember`)
+        self._seen: list[tuple[int, int]] = []  # of each parameter, when it was shown: address and version
+        self._take_writes: Callable[[LiveUnit], None] = lambda live: None
+        absent.watch(self._params if unit.is_resident else ())
         self._point()
         self.take_up()  # not before the parameters have moved to the device, which resets their gradients' dtype
 
@@ -278,10 +283,16 @@ class LiveUnit:
         self._show()
 
     def end_keeping(self) -> None:
-        """Ends a `keep`, also one that failed: the unit returns to HOME."""
+        """Ends a `keep`, also one that failed: the unit returns to HOME. Raises RuntimeError if it was written meanwhile."""
+        is_written = len(self.written()) > 0
         self._is_kept = False
         self.drop()
         self.let_all_go()
+        if is_written:
+            raise RuntimeError(
+                f"weights of unit {self.unit.name!r} were written while the whole model was kept in memory (EMA.applied, "
+                "unwrap_model_for_generation), and the writes are dropped: write after the block"
+            )
 
     # ---- the place at rest -------------------------------------------------------------------------------------------
 
@@ -327,12 +338,97 @@ class LiveUnit:
             self.let_all_go()
 
     def let_all_go(self) -> None:
-        """Removes all users: the parameters rest (absent.py)."""
+        """Removes all users: the parameters rest (absent.py). Values that a module has written are taken over first."""
         if self.num_users:
+            if self.is_streamed and self.is_present and self.written():
+                self._take_writes(self)
             self.memory.end_use()
         self.num_users = 0
         self._widen_view()
         absent.rest(self._changing)
+
+    # ---- what the user writes ------------------------------------------------------------------------------------------
+
+    def call_on_writes(self, take: Callable[[LiveUnit], None]) -> None:
+        """Sets the function that takes over what was written while the unit was in use, before it is let go."""
+        self._take_writes = take
+        self._num_references = self.memory.num_references() - self._num_shown
+
+    def written(self) -> list[int]:
+        """The numbers of the parameters that were written since they were shown, or that show other memory.
+
+        Raises RuntimeError for a parameter whose memory was replaced by one of another dtype, shape or device. Writes through
+        `.data` and NumPy leave no trace.
+        """
+        if not self._is_shown or len(self._seen) != len(self._params):
+            return []
+        found = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, (param, seen) in enumerate(zip(self._params, self._seen, strict=True)):
+                if index not in self._out and (param.data_ptr(), param._version) != seen:
+                    absent.check_like(param, self.memory.views[index])
+                    found.append(index)
+        return found
+
+    def remember(self, index: int) -> None:
+        """Keeps a copy of a parameter's present values until `forget`, so that each element that is written next is known.
+
+        Needed where the unit rests in the memory that its parameters show, beside split masters.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            self._before[index] = self._params[index].detach().clone()
+
+    def forget(self, index: int) -> None:
+        """Ends a `remember`."""
+        self._before.pop(index, None)
+
+    def before(self, index: int) -> torch.Tensor | None:
+        """The values that `remember` kept, or None."""
+        return self._before.get(index)
+
+    def note_step(self) -> None:
+        """Notes that a step has written the unit: what was kept or counted before is counted anew."""
+        for index in self._before:
+            self.remember(index)
+        self._num_references = self.memory.num_references() - self._num_shown
+
+    def forget_writes(self) -> None:
+        """What was written to the unit until now is not taken over: the call that wrote it raised."""
+        if self.num_users == 1:
+            self._see()
+
+    def show_again(self, index: int) -> None:
+        """Notes that a parameter's values have been taken over; the parameter shows the unit's memory again, with them.
+
+        Raises RuntimeError where the parameter shows other memory while the user holds a view of the unit's.
+        """
+        param, view = self._params[index], self.memory.views[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            if param.data_ptr() != view.data_ptr():
+                self._check_alone()
+                view.copy_(param.detach())
+                _point([param], [view])
+            self._seen[index] = param.data_ptr(), param._version
+
+    def _check_alone(self) -> None:
+        """Raises RuntimeError if the user holds a view of the unit's memory, which is about to change."""
+        if self.memory.num_references() > self._num_references + self._num_shown:
+            raise RuntimeError(
+                "`p.data = x` has put values in place of a parameter whose old memory is still held, perhaps to put it back "
+                "(backup = p.data). A step or a save writes that memory. Put it back before, or keep a copy: "
+                "backup = p.data.clone()"
+            )
+
+    @property
+    def _num_shown(self) -> int:
+        """How many parameters show the unit's memory, and not memory that the user has put in its place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(map(self.memory.sees, self._params)) if self._is_shown else 0
+
+    def is_home(self, values: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory in which the unit rests."""
+        at_home = self.shard
+        return at_home is not None and values.untyped_storage().data_ptr() == at_home.untyped_storage().data_ptr()
 
     def take_out(self, index: int, value: torch.Tensor) -> None:
         """Gives one parameter its own copy of the values until `put_back`, whatever the state of the unit."""
@@ -350,6 +446,7 @@ class LiveUnit:
         param = self._params[index]
         self._out.remove(index)
         _point([param], [(self.memory.views if self._is_shown else self.memory.absent)[index]])
+        self._see()
         self._mark([param])
         self._changing = [*self._changing, param]
         if not self.num_users:
@@ -357,7 +454,7 @@ class LiveUnit:
 
     def part_with(self) -> None:
         """Makes the unit's parameters ordinary ones for good."""
-        absent.wake(self._changing)
+        absent.wake(self._params)
         self._changing = []
 
     def leave_to_parent(self) -> None:
@@ -409,6 +506,13 @@ class LiveUnit:
             inside = [i for i in range(len(params)) if i not in self._out]
             params, tensors = [params[i] for i in inside], [tensors[i] for i in inside]
         _point(params, tensors)
+        self._see()
+
+    def _see(self) -> None:
+        """Notes what the parameters show."""
+        if self._is_shown:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._seen = [(param.data_ptr(), param._version) for param in self._params]
 
     def _await_read(self) -> None:
         if (read := self.move) is not None:
