@@ -318,7 +318,9 @@ class Shards:
         An element was written if it is not its master's rounding. A split master consists of the weight and its low half, so
         its elements are compared with the weight at rest, or with what `LiveUnit.remember` kept where the user writes that very
         memory. The first such write to a parameter, before which nothing was kept, leaves low halves as they are, but for those
-        of zeros: up to half a unit of bf16's last place. is_master: every element becomes the master. Not collective; blocks; raises OSError.
+        of zeros: up to half a unit of bf16's last place.
+
+        is_master: every element becomes the master. Not collective; blocks; raises OSError.
         """
         unit, mine = live.unit, self.values.mine(shard, value).cpu()
         part = slice(shard.shard_offset, shard.shard_offset + mine.numel())
