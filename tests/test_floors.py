@@ -33,7 +33,7 @@ tiermem.zero: registry failures topology joining collectives compute quantised l
     packed reduce plan budget pools estimate agreement absent step_run unit_memory unit_state values prefetcher gradient_link
     gradient_store gradient_norms gradients backward_marks activations chain hooks layerwise init_params settle unfreeze shards
     access tiled kv_cache chunked_loss init partition_parameters
-tiermem.optim: rules tile tile_stream tile_work tile_step tiles tentative local ordinary resting sharded base classes
+tiermem.optim: rules tile tile_stream tile_work tile_step tiles tentative local written ordinary resting sharded base classes
 tiermem.checkpoint: format together saving opening interchange survey zero_to_fp32
 tiermem.checkpoint.format: kinds fields manifest finding
 tiermem.checkpoint.saving: pieces capture publish commit copies saver

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from tiermem.optim import ordinary
-from tiermem.optim.local import sum_over_ranks
+from tiermem.optim.local import local_of, sum_over_ranks
 from tiermem.optim.resting import RestingStates, check_policy
 from tiermem.optim.rules import IMPLEMENTATION, AnyStep, Group, LossScaler, Rule, check_implementation
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor, take_up
 from tiermem.optim.tiles import StateTiles
+from tiermem.optim.written import Mark, mark_of
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
@@ -116,6 +117,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._noted: list[dict[str, Any]] = []  # the groups that it is of
         self._sharded: dict[Shards, ShardedModel] = {}
         self._workers: Workers | None = None  # threads for ordinary parameters
+        self._marks: dict[nn.Parameter, Mark] = {}  # of ordinary weights when their masters were last made theirs
 
     def __getattr__(self, name: str) -> Any:
         instead = f": {_DECLINED[name]}" if name in _DECLINED else ""
@@ -286,6 +288,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 elif param in resting:
                     found[number] = resting[param]
                 elif self.state.get(param) and self._home_of(param) is None:
+                    self._take_over(str(number), param)
                     found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
         state_dict["state"] = found
 
@@ -493,4 +496,13 @@ class NativeOptimizer(torch.optim.Optimizer):
             state.update(ordinary.new_state(param, rule, precision))
         state[ordinary.STEP] += 1
         step = self._scalars(param, rule, int(state[ordinary.STEP]), factor)
+        self._take_over(name, param)
         ordinary.step_parameter(self._threads(), param, state, rule, step, precision, name)
+        self._marks[param] = mark_of(local_of(param))
+
+    def _take_over(self, name: str, param: nn.Parameter) -> None:
+        """Makes the master in `state` that of a weight which the user has written since the last step."""
+        mark = mark_of(local_of(param))
+        if self._marks.get(param) != mark:
+            ordinary.adopt_weight(param, self.state[param], self._ordinary_precision, name)
+            self._marks[param] = mark

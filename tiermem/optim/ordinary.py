@@ -20,6 +20,7 @@ from torch import nn
 
 from tiermem.optim.local import as_dtensor, as_placed, check_kind, first_element, local_of, part_of
 from tiermem.optim.rules import AnyStep, Rule, step_parts
+from tiermem.optim.written import adopt
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.native import Workers, narrow_part, widen_part
 from tiermem.swap.parts import STORED, Dither, Moment, Quantised, StepParts, num_scales
@@ -83,6 +84,27 @@ def check_rule(param: nn.Parameter, rule: Rule, name: str) -> None:
         )
 
 
+def adopt_weight(param: nn.Parameter, state: State, precision: Precision, name: str) -> None:
+    """Makes a state's master that of a weight which has been written, or was given another dtype. Raises ValueError."""
+    precision.check_dtype(param.dtype, name)
+    local = local_of(param).detach()
+    kept, master = state.pop(MASTER, None), new_master(param, precision)
+    if master is None:
+        return
+    if kept is None or kept.dtype is not master.dtype:
+        kept = master if master.dtype is torch.int16 else master.copy_(local)
+    adopt(local.contiguous().view(-1), kept.view(-1))
+    state[MASTER] = kept
+
+
+def new_master(param: nn.Parameter, precision: Precision) -> torch.Tensor | None:
+    """An empty master, which the first step fills; None where the weight is its own."""
+    master = precision.master_of(param.dtype)
+    if master is None:
+        return None
+    return torch.zeros(local_of(param).shape, dtype=torch.int16 if master == "split" else torch.float32)
+
+
 def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
     """An empty state. The first step fills it without reading it."""
     state: State = {STEP: torch.tensor(0.0)}
@@ -92,10 +114,8 @@ def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
         state[moment] = torch.zeros(shape, dtype=torch.uint8 if is_8bit else DTYPES[precision.moments])
         if is_8bit:
             state[_scales(moment)] = torch.zeros(num_scales(shape.numel()), dtype=torch.uint8)
-    master = precision.master_of(param.dtype)
-    if master is not None:
-        dtype = torch.int16 if master == "split" else torch.float32
-        state[MASTER] = torch.zeros(shape, dtype=dtype)
+    if (master := new_master(param, precision)) is not None:
+        state[MASTER] = master
     return state
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from tiermem.optim.local import as_placed, first_element, local_of
 from tiermem.optim.ordinary import STEP, State, check_gradient, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Rule, step_parts
 from tiermem.optim.tile import StateTile, stepped_ranges, tile_runs
+from tiermem.optim.written import Mark, adopt, mark_of
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.arena import BudgetError, Pool, Slot
@@ -102,6 +103,7 @@ class RestingStates:
         units = _lay_out(params)
         self.shards = {shard.param: shard for unit in units for shard in unit.shards}
         self._is_torn = False
+        self._marks: dict[Shard, Mark] = {}  # of weights when a step or an adoption made their masters
         devices = list(dict.fromkeys(local_of(param).device for param in params))
         devices = [device for device in devices if is_accelerator(device)]
         plan = _Planner(policy, units, self._rules, bool(devices)).plan(taken_bytes)
@@ -153,6 +155,7 @@ class RestingStates:
             )
 
         self._run(due, act, is_step=True)
+        self._marks.update((shard, mark_of(local_of(shard.param))) for shard in due)
 
     def export(self) -> dict[nn.Parameter, State]:
         """The states of every parameter that has been stepped, in the format of state dicts: fp32, placed as the parameter.
@@ -196,6 +199,7 @@ class RestingStates:
                 names = [*rule.moments, *([MASTER] if has_master else [])]
                 given[shard] = {name: value_of(entry, name, param, shard.name).reshape(-1) for name in names}
             shard.set_steps(num_steps, False, False)
+            self._marks.pop(shard, None)
 
         def act(held: _Held) -> None:
             values, master = given[held.shard], held.views.master
@@ -228,7 +232,9 @@ class RestingStates:
     ) -> None:
         """Calls `act` for the chosen parameters in every tile; the other arguments are those of _Pass."""
         tiles = [tile for tile in self._tiles if any(part.shard in chosen for part in tile.ranges)]
-        work = _Pass(self._store, chosen, act, is_step, changes, overwrites)
+        marks = {} if overwrites else {shard: mark_of(local_of(shard.param)) for shard in chosen}
+        written = {shard for shard, mark in marks.items() if self._marks.get(shard) != mark}
+        work = _Pass(self._store, chosen, act, is_step, changes, overwrites, written)
         with self._changing() if changes else contextlib.nullcontext():
             self._program.run(tiles, work, self._policy.pipeline_read, self._policy.pipeline_write)
             work.end()
@@ -257,7 +263,13 @@ class RestingStates:
         return self._rules[shard.param].moments
 
     def _check(self, shard: Shard) -> None:
-        """Raises ValueError when a parameter's rule keeps more moments than when the plan was made."""
+        """Raises ValueError for a parameter of another dtype or shape, or with more moments, than when the plan was made."""
+        local = local_of(shard.param)
+        if local.dtype is not shard.reduce_dtype or local.shape != shard.shape:
+            raise ValueError(
+                f"the parameter {shard.name!r} is {local.dtype} of shape {tuple(local.shape)} now, and its states are of "
+                f"{shard.reduce_dtype} of shape {tuple(shard.shape)}: build the optimizer after the model has its dtype"
+            )
         names, most = self._names(shard), self._room.get(shard, 3)
         if len(names) > most:
             raise ValueError(
@@ -397,6 +409,7 @@ class _Pass(TileWork[StateTile]):
         is_step: whether it needs gradients.
         changes: whether states and weights are written back.
         overwrites: whether it writes every state of these parameters, so that a tile of them alone is not read.
+        written: parameters whose weights the user has written; their masters become those of the weights before `act`.
     """
 
     def __init__(
@@ -407,8 +420,10 @@ class _Pass(TileWork[StateTile]):
         is_step: bool,
         changes: bool,
         overwrites: bool,
+        written: Collection[Shard],
     ) -> None:
         self._store = store
+        self._written = written
         self._chosen = chosen
         self._act = act
         self._is_step = is_step
@@ -460,17 +475,20 @@ class _Pass(TileWork[StateTile]):
 
     def _work_on(self, tile: StateTile, slot: Slot | None) -> None:
         """Calls `act` for each parameter in a tile; new weights start back to an accelerator."""
-        states = self._states(tile, slot)
+        at_rest = self._states(tile, slot)
         if self._is_blank(tile):
-            states.zero_()
-        views, is_brought = tile.layout.views(states, tile.numel), self.is_brought(tile)
+            at_rest.zero_()
+        views, is_brought = tile.layout.views(at_rest, tile.numel), self.is_brought(tile)
         for part in self._parts(tile):
             weight, grad = self._flat(part.shard)
             place, elements = tile.place_of(part), slice(part.start, part.stop)
             own, near = weight[elements], None if grad is None else grad[elements]
             if is_brought:
                 own, near = self._in_buffer(tile, slot, place, grad)
-            self._act(_Held(part.shard, elements, views.piece(place.start, part.numel), own, near))
+            states = views.piece(place.start, part.numel)
+            if part.shard in self._written and states.master is not None:
+                adopt(own, states.master)
+            self._act(_Held(part.shard, elements, states, own, near))
             if is_brought and self._changes:
                 weight[elements].copy_(own, non_blocking=True)
 
@@ -480,7 +498,7 @@ class _Pass(TileWork[StateTile]):
             weight, grad = self._flat(part.shard)
             near_weight, near_grad = self._in_buffer(tile, slot, tile.place_of(part), grad)
             is_first = part.shard.num_steps == 1
-            if not self._is_step or is_first or tile.layout.reads_weight:
+            if not self._is_step or is_first or tile.layout.reads_weight or part.shard in self._written:
                 near_weight.copy_(weight[part.start : part.stop], non_blocking=True)
             if grad is not None and near_grad is not None:
                 near_grad.copy_(grad[part.start : part.stop], non_blocking=True)
