@@ -65,12 +65,19 @@ class ShardedModel:
         Args:
             scale: the loss scale; gradients are divided by it.
             max_norm: maximum of the gradients' global norm; 0: no clipping.
+
+        Raises ValueError for scaling and clipping with `step_in_backward`, RuntimeError for gradients dropped after their use.
         """
         shards = self._shards
         shards.check_may_change(is_step=True)
         trainable = [live for live in shards.units if live.unit.is_trainable]
         with shards.store.recorder.span("step", "step"):
             if shards.policy.step_in_backward:
+                if scale != 1.0 or max_norm:
+                    raise ValueError(
+                        "step_in_backward has used the gradients: they are neither scaled nor clipped in step"
+                    )
+                shards.homes.check_used_once()
                 shards.receive_gradients()
                 shards.homes.check_all_used()
                 shards.homes.begin_step()

@@ -44,6 +44,9 @@ class Homes(Protocol):
     def has_whole(self) -> bool:
         """Whether this rank holds whole gradients."""
 
+    def check_kept(self, shard: Shard, is_zeroed: bool = False) -> None:
+        """Raises RuntimeError for a gradient that step_in_backward has used. is_zeroed: which the caller zeroes."""
+
     def read(self, shard: Shard) -> torch.Tensor:
         """A copy of a whole gradient, where the maths runs. Blocks; raises OSError."""
 
@@ -64,6 +67,7 @@ class ShardedGrad(torch.Tensor):
                            view (`p.grad[0]`, `p.grad.view(-1)`) is one of a copy: writing it raises RuntimeError. So does
                            adding the gradient to another tensor in place, as the steps of torch's optimizers do
     in parts on ranks      every other call raises RuntimeError. To read the values use `Shards.gradient(param)` on every rank
+    used (step_in_backward)  every call raises RuntimeError, but zeroing after the step
     """
 
     _shard: weakref.ref[Shard]  # weak: `p.grad` belongs to the parameter, where the garbage collector does not look
@@ -113,6 +117,8 @@ class ShardedGrad(torch.Tensor):
         name = func._schema.name
         if name in ("aten::detach", "aten::alias"):
             return args[0]
+        for grad in _grads_in(args):
+            grad.homes.check_kept(grad.shard, is_zeroed=name in _ZEROING)
         if name == "aten::linalg_vector_norm" and _is_two_norm(args[1:], kwargs):
             return _norms(args[:1])[0]
         if name == "aten::_foreach_norm" and _is_two_norm(args[1:], kwargs):
@@ -128,7 +134,7 @@ class ShardedGrad(torch.Tensor):
             grads[0].homes.tell_nonfinite([grad.shard for grad in grads], found_inf)
             _scale(grads, inv_scale, False)
             return None
-        if name in ("aten::zero_", "aten::_foreach_zero_"):
+        if name in _ZEROING:
             for grad in args[0] if name == "aten::_foreach_zero_" else args:
                 grad.shard.gradient.clear()
             return args[0] if name == "aten::zero_" else None
@@ -138,6 +144,8 @@ class ShardedGrad(torch.Tensor):
             return args[0] if isinstance(args[0], ShardedGrad) else None
         return _on_copies(func, args, kwargs or {})
 
+
+_ZEROING = ("aten::zero_", "aten::_foreach_zero_")
 
 _OF_VALUES = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__reduce_ex__)
 """Functions that read a tensor's memory without a call that __torch_dispatch__ sees."""
@@ -187,6 +195,7 @@ def _on_copies(func: Any, args: Any, kwargs: Any) -> Any:
 def _copied(values: Any, copies: dict[ShardedGrad, torch.Tensor]) -> Any:
     """The same values with copies in place of gradients; fills `copies`. Raises RuntimeError where ranks hold parts."""
     for grad in _grads_in(values):
+        grad.homes.check_kept(grad.shard)
         if not grad.homes.has_whole:
             raise RuntimeError(
                 f"the gradient of {grad.shard.name} rests in parts on several ranks: norms, scaling, zeroing and clamping work "
@@ -313,6 +322,13 @@ class GradientStore:
     def step_with(self, consume: Consume) -> None:
         """Sets the function that steps units in backward, when gradients are not kept."""
         self._consume = consume
+
+    def check_consumer(self) -> None:
+        """Before a backward: raises RuntimeError when gradients are not kept and no optimizer steps units with them."""
+        if self.home is None and self._consume is None:
+            raise RuntimeError(
+                "step_in_backward steps units while backward runs, and there is no optimizer yet: build it before backward"
+            )
 
     @staticmethod
     def entry(unit: Unit) -> str:

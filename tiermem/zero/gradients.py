@@ -272,9 +272,10 @@ class GradientHomes:
     # ---- between backward and step -------------------------------------------------------------------------------------------
 
     def show(self, unit: Unit) -> None:
-        """Sets `p.grad` to a ShardedGrad for gradients that are at home."""
+        """Sets `p.grad` to a ShardedGrad for gradients that are at home, or that step_in_backward has used."""
+        used = self._stepped.get(unit, ())
         for shard in unit.shards:
-            if shard.gradient.is_there and shard.param.grad is None:
+            if (shard.gradient.is_there or shard in used) and shard.param.grad is None:
                 if shard not in self._stand_ins:
                     self._stand_ins[shard] = ShardedGrad(shard, self)
                 shard.param.grad = self._stand_ins[shard]
@@ -317,6 +318,21 @@ class GradientHomes:
                 f"{', '.join(unused[:20])}{', ...' if len(unused) > 20 else ''}. Use them, freeze them, or "
                 "let training go on without them: ignore_unused=True (in a config: ignore_unused_parameters)"
             )
+
+    def check_kept(self, shard: Shard, is_zeroed: bool = False) -> None:
+        """Raises RuntimeError for a gradient that step_in_backward has used; after the step it may be zeroed."""
+        if self.store.home is None and (self._of_shard[shard] in self._stepped or not is_zeroed):
+            raise _used(shard, "cannot be read, scaled or zeroed any more")
+
+    def check_used_once(self) -> None:
+        """With step_in_backward, before a step: raises RuntimeError if the user has dropped gradients that were used, and for
+        a second step with the same gradients."""
+        for shard in self._shown:
+            is_seen, is_stepped = isinstance(shard.param.grad, ShardedGrad), self._of_shard[shard] in self._stepped
+            if is_stepped and not is_seen:
+                raise _used(shard, "cannot be dropped any more")
+            if is_seen and not is_stepped:
+                raise _used(shard, "cannot be stepped with again")
 
     def begin_step(self) -> None:
         """With step_in_backward: allows units that were stepped in the last backward to be stepped again.
@@ -555,6 +571,13 @@ def _fresh(shard: Shard) -> bool:
     """Whether autograd or the user has left a gradient on a parameter."""
     grad = shard.param.grad
     return grad is not None and not isinstance(grad, ShardedGrad)
+
+
+def _used(shard: Shard, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of {shard.name} was used while backward ran, by step_in_backward: it {what}. Set step_in_backward=False "
+        "to clip or change gradients between backward and step"
+    )
 
 
 def _stepped_already(unit: Unit) -> RuntimeError:

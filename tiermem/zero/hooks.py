@@ -447,8 +447,9 @@ class Hooks(Uncopied):
     def begin_backward(self) -> None:
         """Begins a backward, or all those of a `joined` block: ends the last step, which reads gradients; clears `p.grad`.
 
-        Blocks; raises the errors of the step.
+        Blocks; raises the errors of the step, and RuntimeError when no optimizer takes gradients that are not kept.
         """
+        self._homes.store.check_consumer()
         self._steps.end()
         self.num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
