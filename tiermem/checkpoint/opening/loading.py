@@ -137,15 +137,16 @@ def saved_groups(source: Source, optimizer: NativeOptimizer, fitted: Fitted) -> 
 
     A group takes the values (lr, betas, ...) of the saved group that held its parameters, under any index. Changes nothing.
 
-    Raises ValueError when another class of optimizer was saved, or the parameters of a group were in several saved groups;
-    ManifestError for JSON that no optimizer saves.
+    Raises ValueError when another class of optimizer was saved, the parameters of a group were in several saved groups, or
+    groups that differ now were one; ManifestError for JSON that no optimizer saves.
     """
     saved = source.manifest.optimizer
     _check_class(saved, optimizer, source)
     groups, number_of = _saved_values(saved, source)
     names = {id(shard.param): name for shard, name in fitted.params.items()}
     names |= {id(param): f"optimizer.{name}" for name, param in optimizer.named() if id(param) not in names}
-    found = []
+    found: list[tuple[Group, Group]] = []
+    holder: dict[int, int] = {}  # of each saved group, the first group that steps parameters of it
     for number, group in enumerate(optimizer.param_groups):
         numbers = {number_of[names[id(p)]] for p in group["params"] if names[id(p)] in number_of}
         if len(numbers) > 1:
@@ -154,7 +155,16 @@ def saved_groups(source: Source, optimizer: NativeOptimizer, fitted: Fitted) -> 
                 f"groups {shown_names([str(each) for each in sorted(numbers)])}, which may differ in lr and the rest: "
                 f"make the groups as they were; {_NO_STATES}"
             )
-        found += [(group, groups[each]) for each in numbers]
+        for each in numbers:
+            first = holder.setdefault(each, number)
+            other = optimizer.param_groups[first]
+            differing = [key for key in groups[each] if group.get(key) != other.get(key)]
+            if differing:
+                raise ValueError(
+                    f"{source.file}: groups {first} and {number} of the optimizer differ in {', '.join(differing)}, and their "
+                    f"parameters were in one saved group, {each}: make the groups as they were; {_NO_STATES}"
+                )
+            found.append((group, groups[each]))
     return found
 
 
