@@ -1,4 +1,4 @@
-"""When bytes on the paths turn out to be wrong, is the durable step named that does not hold them, and is it whole?"""
+"""When bytes on the paths turn out to be wrong, is the durable step named that does not hold them, and is no more claimed?"""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_step_that_was_written_over_elsewhere_is_whole(trained: Callable[..., 
     train(made, optimizer, 1)
     spoil(shards, tmp_path, "layers.1.weight")
     with pytest.raises(
-        CorruptionError, match=r"master of layers.1.weight.* Step 2 \(tag 'a'\) is still whole: open "
+        CorruptionError, match=r"master of layers.1.weight.* Step 2 \(tag 'a'\) holds none of these bytes: .* open "
     ) as caught:
         train(made, optimizer, 1)
     manifest = Path(str(caught.value.strerror).rpartition("open ")[2])
@@ -78,6 +78,29 @@ def test_a_step_that_holds_the_bytes_is_not_called_whole(trained: Callable[..., 
         train(made, optimizer, 1)
 
 
+def test_a_step_that_is_damaged_elsewhere_is_not_called_whole(trained: Callable[..., Run], tmp_path: Path) -> None:
+    made, shards, optimizer = trained()
+    checkpoint.save(shards, optimizer, tmp_path / "out", "a")
+    (file,) = tmp_path.glob("tiermem-*/segment.bin")
+    at_save = file.read_bytes()
+    train(made, optimizer, 1)
+    shards.drop_head_start()
+    data = file.read_bytes()
+    kept = [place for place in range(0, min(len(data), len(at_save)), 4096) if any(data[place : place + 4096])]
+    with file.open("r+b") as opened:  # a bit of each block, those of the saved step too
+        for place in kept:
+            opened.seek(place)
+            opened.write(bytes([data[place] ^ 1]))
+        opened.flush()
+        os.fsync(opened.fileno())
+    with pytest.raises(CorruptionError, match=r"[Ss]tep 2 \(tag 'a'\) holds none of these bytes: .* open ") as caught:
+        train(made, optimizer, 1)
+    assert "whole:" not in str(caught.value)
+    optimizer.zero_grad()
+    with pytest.raises(CorruptionError):
+        checkpoint.load(shards, optimizer, tmp_path / "out")
+
+
 def test_an_older_tag_is_named_when_the_newest_holds_the_bytes(trained: Callable[..., Run], tmp_path: Path) -> None:
     made, shards, optimizer = trained(keep=2)
     checkpoint.save(shards, optimizer, tmp_path / "out", "a")
@@ -85,7 +108,8 @@ def test_an_older_tag_is_named_when_the_newest_holds_the_bytes(trained: Callable
     checkpoint.save(shards, optimizer, tmp_path / "out", "b")
     spoil(shards, tmp_path, "layers.0.bias")
     with pytest.raises(
-        CorruptionError, match=r"Step 3 \(tag 'b'\) holds these.*; step 2 \(tag 'a'\) is still whole: open "
+        CorruptionError,
+        match=r"Step 3 \(tag 'b'\) holds these.*; step 2 \(tag 'a'\) holds none of these bytes: .* open ",
     ):
         train(made, optimizer, 1)
 

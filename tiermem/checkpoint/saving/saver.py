@@ -57,18 +57,19 @@ def advice_on(place: Place, steps: Iterable[Kept]) -> str:
     """Advice at the end of a CorruptionError: the newest of these steps that does not hold the damaged bytes.
 
     A durable step shares its files with the store, so the damaged bytes may be part of it: a frozen weight is never written
-    again, and the first step after a save reads the saved slots. A step counts as whole if it holds none of these bytes.
+    again, and the first step after a save reads the saved slots. A step that holds none of these bytes may be damaged
+    elsewhere: opening it compares every byte.
     """
     newest_first = sorted(steps, key=lambda each: each.commit, reverse=True)
     if not newest_first:
         return "Nothing of this run has been saved where it rests: go back to a checkpoint or a copy"
     harmed = [each for each in newest_first if holds(each.freeze, place)]
-    whole = next((each for each in newest_first if each not in harmed), None)
+    free = next((each for each in newest_first if each not in harmed), None)
     said = [f"{_name(each)} holds these bytes as well" for each in harmed]
     said.append(
         "go back to a complete copy, or to a checkpoint of another run"
-        if whole is None
-        else f"{_name(whole)} is still whole: open {whole.manifest}"
+        if free is None
+        else f"{_name(free)} holds none of these bytes: to see whether it is whole elsewhere, open {free.manifest}"
     )
     text = "; ".join(said)
     return text[0].upper() + text[1:]
