@@ -98,12 +98,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._begin(precision if policy is None else policy.precision, policy)
         super().__init__(params, defaults)
         self._is_built = True
-        self._attach_all()
         if policy is not None and not any(True for _ in self.named_ordinary()):
             raise ValueError(
                 "a policy was given, and every parameter belongs to a sharded model, whose own policy says where its states "
                 "rest: leave it out"
             )
+        self._attach_all()
 
     def _begin(self, precision: Precision | None, policy: OffloadPolicy | None = None) -> None:
         self.was_skipped = False  # whether the last step found gradients that are not finite
@@ -246,10 +246,14 @@ class NativeOptimizer(torch.optim.Optimizer):
             opening.remove()
 
     def close(self) -> None:
-        """Frees the memory and the files of states that rest where a policy says; `step` then raises RuntimeError. Blocks.
+        """Frees the states of sharded models, and those that rest where a policy says; `step` then raises RuntimeError.
 
-        Without it they are freed when the optimizer is. Raises the first error of a write that no step has raised.
+        Weights stay. Another optimizer may follow, whose masters begin as the weights. Collective for sharded models; blocks.
+        Without it states are freed with the optimizer, those of a sharded model with the model. Raises the first error of a
+        write that no step has raised.
         """
+        while self._sharded:
+            self._sharded.popitem()[1].close()
         for states in self._resting:
             states.close()
 
@@ -334,7 +338,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Returns `named_ordinary`. Raises RuntimeError for a parameter that this optimizer holds and would never step."""
         owners = [(name, param, registry.owner_of(param)) for name, param in self.named()]
         if any(isinstance(owner, Shards) and owner not in self._sharded for _, _, owner in owners):
-            raise RuntimeError("the model was sharded after this optimizer was built: build it after")
+            raise RuntimeError(
+                "the model was sharded after this optimizer was built, or the optimizer was closed: build it after"
+            )
         for shards in self._sharded:
             shards.take_up()
             for live, shard in shards.parameters():

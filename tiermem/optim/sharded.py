@@ -57,6 +57,13 @@ class ShardedModel:
         if shards.policy.step_in_backward:
             shards.homes.store.step_with(lambda unit, grads: self._step_unit(shards.units[unit.index], grads))
 
+    def close(self) -> None:
+        """Gives up the states; the weights stay. Another optimizer may follow. Collective; blocks."""
+        if not self._shards.is_closed:
+            self._shards.drop_head_start()
+            self.tiles.close()
+            self._shards.detach_states()
+
     def step(self, scale: float, max_norm: float) -> float | None:
         """Steps every parameter that has a gradient, unless `is_refused(norm)`. Collective; blocks; raises OSError.
 

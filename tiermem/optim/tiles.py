@@ -66,6 +66,11 @@ class StateTiles:
     """
 
     def __init__(self, shards: Shards, find_rule: FindRule) -> None:
+        if shards.states is not None:
+            raise ValueError(
+                "this model has an optimizer already: call its close() first, which gives up its states, or make one optimizer "
+                "with several parameter groups"
+            )
         self._shards = shards
         self._store = shards.store
         self._find_rule = find_rule
@@ -87,8 +92,6 @@ class StateTiles:
         self._num_moments = max([self._num_moments, *held])
         plan, tiles = self._shards.plan, [tile for live in lives for tile in self._cut(live, self._num_moments)]
         tiles, crosses = self._at_home(tiles), plan.streamed_part > 0
-        if any(tile.entry in self._store for tile in tiles):
-            raise ValueError("this model has an optimizer already: make one optimizer with several parameter groups")
         resting = [tile for tile in tiles if tile.state_bytes]  # plain SGD of fp32 parameters has no states
         for tile in resting:
             if tile.home is Tier.DEVICE:
@@ -113,9 +116,7 @@ class StateTiles:
 
         The states are written before their memory is given up. Blocks; raises OSError.
         """
-        for live in [each for each in self._seconds if each.unit.index not in plan.drafted]:
-            for slot in self._seconds.pop(live).slots.values():
-                self._store.arena.give_back(slot)
+        self._give_up_seconds([each for each in self._seconds if each.unit.index not in plan.drafted])
         if plan.states is not Tier.NVME:
             return
         excess = self._bytes_on(Tier.HOST) - plan.resident_bytes - (0 if plan.steps_there else plan.kept_bytes)
@@ -125,6 +126,22 @@ class StateTiles:
                 moved[tile] = self._on_nvme(tile)
                 excess -= tile.state_bytes
         self._set([moved.get(tile, tile) for tile in self.tiles])
+
+    def close(self) -> None:
+        """Gives up the states, so that another optimizer has their room. Call it after `Shards.drop_head_start`."""
+        self._give_up_seconds(list(self._seconds))
+        self._shards.program.use(self._shards.tile_pool)
+        for tile in self.tiles:
+            if tile.state_bytes:
+                self._store.drop(tile.entry)
+        self._set([])
+        if self._stream is not None:
+            self._stream.close()
+
+    def _give_up_seconds(self, lives: Collection[LiveUnit]) -> None:
+        for live in lives:
+            for slot in self._seconds.pop(live).slots.values():
+                self._store.arena.give_back(slot)
 
     def begin(self) -> None:
         """Starts reading the first tiles of the next step, at low priority. Does nothing if they are already being read.

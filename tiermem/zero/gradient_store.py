@@ -319,8 +319,8 @@ class GradientStore:
         """Sets the function to call, with a unit's index, before what `kept` has returned for the unit changes."""
         self._on_reuse = function
 
-    def step_with(self, consume: Consume) -> None:
-        """Sets the function that steps units in backward, when gradients are not kept."""
+    def step_with(self, consume: Consume | None) -> None:
+        """Sets the function that steps units in backward, when gradients are not kept; None: there is no optimizer."""
         self._consume = consume
 
     def check_consumer(self) -> None:

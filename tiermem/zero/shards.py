@@ -232,6 +232,11 @@ class Shards:
             raise ValueError("this parameter is not one of the sharded model's") from None
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, or this is a forked child."""
+        return self._is_closed
+
+    @property
     def adds_at_home(self) -> bool:
         """Whether gradients of micro-batches accumulate on their tier: in stages 2 and 3, or in a dtype of their own."""
         kept = (self.homes.dtype(live.unit) == live.unit.dtype for live in self.units if live.unit.is_trainable)
@@ -438,6 +443,15 @@ class Shards:
         self.states = states
         if on_last_read is not None:
             self.hooks.call_on_backward(on_last_read)
+
+    def detach_states(self) -> None:
+        """Undoes `attach_states`: the model has no optimizer, and no parameter has been stepped."""
+        self.states = None
+        self.hooks.call_on_backward(lambda: None)
+        self.homes.call_on_arrival(lambda unit: None)
+        self.homes.store.step_with(None)
+        for _, shard in self.parameters():
+            shard.set_steps(0, False, False)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Calls every attachment after a step of an optimizer. Collective if an attachment is."""
