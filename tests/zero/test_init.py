@@ -330,3 +330,64 @@ def test_masters_from_initial_values_are_in_the_plan(tmp_path: Path) -> None:
         row = next(row for row in shards.plan.rows if row.what == "initial masters")
         assert row.num_bytes == sum(live.unit.shard_numel * 4 for live in shards.units)
         assert shards.store.stats().nvme_bytes <= shards.plan.disk_bytes
+
+
+# ---- load_state_dict before sharding -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_state_dict_is_loaded_before_sharding(kind: str, home: Tier, tmp_path: Path) -> None:
+    plain, policy = seeded(MODELS[kind], 5), policy_at(home, tmp_path)
+    with Init(policy=policy):
+        model = MODELS[kind]()
+    model.load_state_dict(plain.state_dict())
+    assert all(is_absent(param) for param in model.parameters() if param.numel())
+    with tiermem.shard(model, policy):
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+        model.load_state_dict(seeded(MODELS[kind], 6).state_dict())
+        assert_same_tensors(dict(model.state_dict()), dict(seeded(MODELS[kind], 6).state_dict()))
+
+
+def test_a_loaded_state_dict_fills_what_meta_left_empty(tmp_path: Path) -> None:
+    plain, policy = seeded(zoo.NanoGPT), policy_at(Tier.NVME, tmp_path)
+    with torch.device("meta"), Init(policy=policy):
+        model = zoo.NanoGPT()
+    model.load_state_dict(plain.state_dict())
+    with tiermem.shard(model, policy):
+        assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_a_state_dict_loaded_before_sharding_keeps_fp32_for_masters() -> None:
+    plain, policy = seeded(zoo.Tower), OffloadPolicy(persistence_numel=50, master_from="init")
+    with Init(policy=policy, dtype=torch.bfloat16):
+        model = zoo.Tower()
+    model.load_state_dict(plain.state_dict())
+    with tiermem.shard(model, policy):
+        tiermem.AdamW(model.parameters())
+        for name, param in model.named_parameters():
+            due = plain.get_parameter(name).detach()
+            assert torch.equal(tiermem.utils.safe_get_full_fp32_param(param), due)
+            assert param.dtype is torch.bfloat16
+
+
+def test_a_state_dict_loaded_in_a_gather_is_what_the_gather_writes() -> None:
+    plain, policy = seeded(zoo.Tower), OffloadPolicy(persistence_numel=50)
+    with Init(policy=policy):
+        model = zoo.Tower()
+    with GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model.load_state_dict(plain.state_dict())
+    with (
+        pytest.raises(RuntimeError, match="gathered parameters were written"),
+        GatheredParameters(list(model.parameters())),
+    ):
+        model.load_state_dict(seeded(zoo.Tower, 3).state_dict())
+    with tiermem.shard(model, policy):
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_state_dict_of_another_shape_is_torchs_error() -> None:
+    with Init(policy=OffloadPolicy(persistence_numel=50)):
+        model = nn.Linear(8, 8)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        model.load_state_dict(nn.Linear(9, 8).state_dict())

@@ -193,7 +193,7 @@ class Init:
             # A module may hold other parameters than those registered: to_empty replaces them.
             for module in list(self._seen):
                 self._built.admit_new(module.parameters(recurse=False))
-            self._built.finish(self._dtype)
+            self._built.finish(self._dtype, list(self._seen))
         else:
             self._built.discard()
         self._seen.clear()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.policy import OffloadPolicy, Tier
@@ -26,6 +27,7 @@ from tiermem.zero.agreement import agree
 from tiermem.zero.collectives import exchange, share_parts
 from tiermem.zero.gather import assemble
 from tiermem.zero.topology import Topology, paths_of_rank
+from tiermem.zero.values import StateDicts
 
 # ---- arguments of zero.Init that `shard` and `initialize` use as well ------------------------------------------------
 
@@ -147,13 +149,14 @@ class ParametersInInit:
         if policy.params is Tier.NVME:
             self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes)
             self._bounce = Bounce(self._store)
-            self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: new blocks fragment the heap
+            self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8, device="cpu")  # kept: new blocks fragment the heap
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Kept
         self._awake: collections.OrderedDict[int, nn.Parameter] = collections.OrderedDict()
         self._awake_bytes = 0
         self._freed_bytes = 0  # since the heap was last trimmed
         self._num_admitted = 0
         self._is_building = True
+        self._handles: list[RemovableHandle] = []  # of `load_state_dict`, until the model is sharded
 
     def admit(self, param: nn.Parameter) -> None:
         """Takes a parameter's values (rank 0's) and leaves NaN. Collective when there are several ranks; blocks."""
@@ -236,8 +239,13 @@ class ParametersInInit:
         """The part that each rank keeps, in the order of ranks. Collective the first time; blocks."""
         return [int(place) for place in exchange(self.topology, str(self.topology.shard_rank))]
 
-    def finish(self, dtype: torch.dtype | None) -> None:
-        """Ends building: all parameters sleep, and show the dtype that they will have."""
+    def finish(self, dtype: torch.dtype | None, modules: Iterable[nn.Module]) -> None:
+        """Ends building: all parameters sleep and show the dtype that they will have.
+
+        modules: whose `load_state_dict` fills parameters until the model is sharded; every rank gives all values.
+        """
+        loads = StateDicts(self.whole, self._load)
+        self._handles = [loads.watch_loads(module) for module in modules]
         self.trim(keep_bytes=-1)
         for param in list(self._kept.keys()):
             if dtype is not None and param.dtype.is_floating_point:
@@ -269,7 +277,11 @@ class ParametersInInit:
             self._read_pieces(kept, put)
         self._forget(kept)
         registry.unregister(param)
-        if not self._kept and self._store is not None:
+        if self._kept:
+            return
+        while self._handles:
+            self._handles.pop().remove()
+        if self._store is not None:
             self._store.close()
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
@@ -284,12 +296,19 @@ class ParametersInInit:
         """Replaces a parameter's values; every rank gives the whole tensor. Blocks."""
         self._put(self._kept[param], value)
 
+    def _load(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        if registry.is_gathered(param):  # its context decides which rank's values are kept
+            with torch.no_grad():
+                param.copy_(value)
+        else:
+            self.replace(param, value.to(self._kept[param].dtype))
+
     def take_out(self, param: nn.Parameter) -> None:
         """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
         kept, shown = self._kept[param], param.dtype
         self._write_back(param)  # keeps changes made while it was awake
         absent.wake([param])
-        param.data = self._get(kept).to(param.device, shown).view(kept.shape)
+        param.data = self._get(kept).to(param.device, shown, copy=True).view(kept.shape)  # its changes may be dropped
         mark((param,), ZeroParamStatus.AVAILABLE)
 
     def put_back(self, param: nn.Parameter) -> None:

@@ -257,11 +257,15 @@ class StateDicts:
         handles: list[RemovableHandle] = []
         for module in model.modules():
             if module._parameters:
-                # torch sets attributes on these functions, so each module gets its own
-                fill, put = self._fill, self._take
+                fill = self._fill  # torch sets attributes on the function, so each module gets its own
                 handles.append(module.register_state_dict_post_hook(lambda *args, fill=fill: fill(*args)))
-                handles.append(module.register_load_state_dict_pre_hook(lambda *args, put=put: put(*args)))
+                handles.append(self.watch_loads(module))
         return handles
+
+    def watch_loads(self, module: nn.Module) -> RemovableHandle:
+        """Installs the hook of `load_state_dict` on one module."""
+        handle: RemovableHandle = module.register_load_state_dict_pre_hook(lambda *args: self._take(*args))
+        return handle
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replaces a module's own parameters in a state dict by gathered copies in ordinary memory; tied ones share one."""
