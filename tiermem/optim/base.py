@@ -17,6 +17,7 @@ from tiermem.optim.local import local_of, sum_over_ranks
 from tiermem.optim.resting import RestingStates, check_policy
 from tiermem.optim.rules import IMPLEMENTATION, AnyStep, Group, LossScaler, Rule, check_implementation
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor, take_up
+from tiermem.optim.shown import ShownStates, StateHome
 from tiermem.optim.tiles import StateTiles
 from tiermem.optim.written import Mark, mark_of
 from tiermem.policy import OffloadPolicy, Tier
@@ -24,6 +25,7 @@ from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.zero import registry
 from tiermem.zero.shards import Shards
+from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import fair_cores, fair_threads
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
@@ -74,7 +76,9 @@ class NativeOptimizer(torch.optim.Optimizer):
 
         sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (sharded.py)
         ordinary   states are tensors in `optimizer.state`, under torch's keys (ordinary.py); with a policy whose `optim` is
-                   HOST or NVME they rest there, and `optimizer.state` has `step` alone (resting.py)
+                   HOST or NVME they rest there (resting.py)
+
+    `optimizer.state` shows all of them; what the user clears, zeroes or assigns there counts (shown.py).
 
     All run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
     `param_groups` are torch's, so torch's schedulers work.
@@ -118,6 +122,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._sharded: dict[Shards, ShardedModel] = {}
         self._workers: Workers | None = None  # threads for ordinary parameters
         self._marks: dict[nn.Parameter, Mark] = {}  # of ordinary weights when their masters were last made theirs
+        self._masters: dict[nn.Parameter, torch.Tensor] = {}  # of ordinary weights, where the user drops their states
+        self._shown = ShownStates()
 
     def __getattr__(self, name: str) -> Any:
         instead = f": {_DECLINED[name]}" if name in _DECLINED else ""
@@ -209,11 +215,13 @@ class NativeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._note_groups()
         ordinary = self._check_owners()
+        self.follow_state()
         self.was_skipped = False
         for shards in self._sharded:
             self._step_sharded(shards, scale, max_norm)
         if not self.was_skipped:
             self._step_ordinary(ordinary, scale * num_undivided, max_norm)
+        self.show_state()
         for shards in self._sharded:
             shards.after_step(self)
         return loss
@@ -225,6 +233,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The states in torch's format, on the CPU; see the top of this file. Collective for sharded models; blocks."""
+        self.follow_state()
         handle = self.register_state_dict_post_hook(self._fill, prepend=True)
         try:
             return super().state_dict()
@@ -244,6 +253,26 @@ class NativeOptimizer(torch.optim.Optimizer):
         finally:
             sealing.remove()
             opening.remove()
+
+    def follow_state(self) -> None:
+        """Takes over what the user has made of `state` (shown.py). Blocks; raises ValueError for another shape, OSError."""
+        for each in self._at_rest():
+            self._shown.follow(self.state, *each)
+
+    def show_state(self) -> None:
+        """Makes `state` show states that rest elsewhere as they are."""
+        for each in self._at_rest():
+            self._shown.show(self.state, *each)
+
+    def _at_rest(self) -> Iterator[tuple[nn.Parameter, StateHome, Rule]]:
+        """The parameters whose states rest elsewhere."""
+        for shards, model in self._sharded.items():
+            for live, shard in shards.parameters():
+                if live.unit.is_trainable and (found := self._find_rule(shard.param)) is not None:
+                    yield shard.param, model, found[1]
+        for states in self._resting:
+            for param, rule in self._rules(states.shards).items():
+                yield param, states, rule
 
     def close(self) -> None:
         """Frees the states of sharded models, and those that rest where a policy says; `step` then raises RuntimeError.
@@ -325,7 +354,6 @@ class NativeOptimizer(torch.optim.Optimizer):
             own = {param: given or {} for param, (_, given) in entries.items() if param in states.shards}
             states.use_rules(self._rules(states.shards))
             states.restore(own)
-            self._show_steps(states, own)
         for param, (name, given) in entries.items():
             if self._home_of(param) is not None:
                 continue
@@ -333,6 +361,9 @@ class NativeOptimizer(torch.optim.Optimizer):
             if given:
                 rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
                 self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
+            self._marks.pop(param, None)
+            self._masters.pop(param, None)
+        self.show_state()
 
     def _check_owners(self) -> list[tuple[str, nn.Parameter]]:
         """Returns `named_ordinary`. Raises RuntimeError for a parameter that this optimizer holds and would never step."""
@@ -427,14 +458,6 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _rules(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, Rule]:
         return {param: self.rule_of(self._groups[id(param)], param) for param in params}
 
-    def _show_steps(self, states: RestingStates, params: Iterable[nn.Parameter]) -> None:
-        """Shows the numbers of steps in `state`, where torch looks."""
-        for param in params:
-            num_steps = states.shards[param].num_steps
-            self.state.pop(param, None)
-            if num_steps:
-                self.state[param] = {ordinary.STEP: torch.tensor(float(num_steps))}
-
     def _check_ordinary(self, group: Group) -> None:
         own = {id(param) for param in group["params"]}
         for name, param in self.named_ordinary():
@@ -474,7 +497,6 @@ class NativeOptimizer(torch.optim.Optimizer):
                     for param, rule in own.items()
                 }
             )
-            self._show_steps(states, own)
         for name, param in due:
             if self._home_of(param) is None:
                 self._step_parameter(name, param, factor)
@@ -500,6 +522,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         if not state:
             ordinary.check_parameter(param, precision, name)
             state.update(ordinary.new_state(param, rule, precision))
+            if param in self._masters:
+                del state[MASTER]
         state[ordinary.STEP] += 1
         step = self._scalars(param, rule, int(state[ordinary.STEP]), factor)
         self._take_over(name, param)
@@ -508,7 +532,11 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, name: str, param: nn.Parameter) -> None:
         """Makes the master in `state` that of a weight which the user has written since the last step."""
-        mark = mark_of(local_of(param))
+        mark, state = mark_of(local_of(param)), self.state[param]
+        if (kept := self._masters.pop(param, None)) is not None:
+            state.setdefault(MASTER, kept)
         if self._marks.get(param) != mark:
-            ordinary.adopt_weight(param, self.state[param], self._ordinary_precision, name)
+            ordinary.adopt_weight(param, state, self._ordinary_precision, name)
             self._marks[param] = mark
+        if MASTER in state:
+            self._masters[param] = state[MASTER]

@@ -122,7 +122,8 @@ def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
 def step_parameter(
     workers: Workers, param: nn.Parameter, state: State, rule: Rule, step: AnyStep, precision: Precision, name: str
 ) -> None:
-    """Steps a parameter that has a gradient. `step` in the state already counts this step. Blocks. Raises ValueError."""
+    """Steps a parameter that has a gradient. `step` in the state already counts this step. Blocks. The master is that
+    of the weight (`adopt_weight`). Raises ValueError."""
     grad = check_gradient(param, name)
     num_steps = int(state[STEP])
     local = local_of(param)
@@ -131,8 +132,8 @@ def step_parameter(
     moments = tuple(_moment(state, moment) for moment in rule.moments)
     parts = StepParts(weight.view(-1), master, grad.contiguous().view(-1), moments)
     dither = Dither(precision.key(name), num_steps, first_element(param)) if precision.is_stochastic else None
-    is_first = num_steps == 1
-    step_parts(workers, step, parts, dither, start_moments=is_first, start_master=is_first and master is not None)
+    is_first = num_steps == 1 and not any(state[moment].any() for moment in rule.moments)
+    step_parts(workers, step, parts, dither, start_moments=is_first)
     if not local.is_contiguous():
         local.copy_(weight)
 

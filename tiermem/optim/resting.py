@@ -142,17 +142,15 @@ class RestingStates:
 
         def act(held: _Held) -> None:
             assert held.grad is not None
-            shard, is_first = held.shard, held.shard.num_steps == 1
+            shard = held.shard
+            is_first = shard.num_steps == 1 and not shard.has_moments
             dither = None
             if precision.is_stochastic:
                 first = first_element(shard.param) + held.elements.start
                 dither = Dither(precision.key(shard.name), shard.num_steps, first)
             moments = held.views.moments[: len(self._names(shard))]
             parts = StepParts(held.weight, held.views.master, held.grad, moments)
-            has_master = held.views.master is not None
-            step_parts(
-                self._workers, due[shard], parts, dither, start_moments=is_first, start_master=is_first and has_master
-            )
+            step_parts(self._workers, due[shard], parts, dither, start_moments=is_first)
 
         self._run(due, act, is_step=True)
         self._marks.update((shard, mark_of(local_of(shard.param))) for shard in due)
@@ -210,6 +208,34 @@ class RestingStates:
                 narrow_part(self._workers, new, master, held.weight if master.dtype == torch.int16 else None)
 
         self._run(given, act, overwrites=True)
+
+    def shard_of(self, param: nn.Parameter) -> Shard:
+        """The place of a parameter."""
+        return self.shards[param]
+
+    def read_state(self, shard: Shard, name: str) -> torch.Tensor:
+        """A copy of a moment, fp32. Blocks; raises OSError."""
+        self._check_whole()
+        found, number = torch.empty(shard.numel), self._names(shard).index(name)
+
+        def act(held: _Held) -> None:
+            found[held.elements] = widen_part(self._workers, held.views.moments[number], is_positive=is_positive(name))
+
+        self._run({shard: None}, act, changes=False)
+        return found.view(shard.shape)
+
+    def write_state(self, shard: Shard, name: str, value: torch.Tensor | None) -> None:
+        """Replaces a moment; None: by zeros. Blocks; raises OSError."""
+        self._check_whole()
+        values = torch.zeros(shard.numel) if value is None else value.reshape(-1)
+        number = self._names(shard).index(name)
+
+        def act(held: _Held) -> None:
+            moment = held.views.moments[number]
+            narrow_part(self._workers, values[held.elements], moment, is_positive=is_positive(name))
+
+        self._run({shard: None}, act)
+        shard.note_loaded(moments=True)
 
     def use_rules(self, rules: Mapping[nn.Parameter, Rule]) -> None:
         """Sets the rules of parameters anew, whose groups may have changed."""
@@ -497,8 +523,7 @@ class _Pass(TileWork[StateTile]):
         for part in self._parts(tile):
             weight, grad = self._flat(part.shard)
             near_weight, near_grad = self._in_buffer(tile, slot, tile.place_of(part), grad)
-            is_first = part.shard.num_steps == 1
-            if not self._is_step or is_first or tile.layout.reads_weight or part.shard in self._written:
+            if not self._is_step or tile.layout.reads_weight or part.shard in self._written:
                 near_weight.copy_(weight[part.start : part.stop], non_blocking=True)
             if grad is not None and near_grad is not None:
                 near_grad.copy_(grad[part.start : part.stop], non_blocking=True)

@@ -134,6 +134,25 @@ class ShardedModel:
             self.tiles.load(shard, name, mine)
         shard.set_steps(num_steps, has_moments, MASTER in given)
 
+    def shard_of(self, param: nn.Parameter) -> Shard:
+        """The place of a parameter."""
+        return self._shards.find(param)[1]
+
+    def read_state(self, shard: Shard, name: str) -> torch.Tensor:
+        """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold parts."""
+        if self._shards.topology.num_shards > 1:
+            raise RuntimeError(
+                f"{name} of {shard.name} rests in parts on several ranks: zero it, or assign it in `optimizer.state`, on every "
+                "rank; to read it call tiermem.utils.safe_get_full_optimizer_state on every rank"
+            )
+        return self.tiles.state(shard, name).view(shard.shape)
+
+    def write_state(self, shard: Shard, name: str, value: torch.Tensor | None) -> None:
+        """Replaces a moment; None: by zeros. Every rank gives the whole value. Blocks; raises OSError."""
+        values = self._shards.values
+        mine = torch.zeros(values.num_mine(shard)) if value is None else values.mine(shard, value)
+        self.tiles.load(shard, name, mine)
+
     def is_refused(self, norm: float) -> bool:
         """Whether this norm is not finite and the policy does not apply such gradients."""
         return not math.isfinite(norm) and self._shards.policy.on_nonfinite != "apply"

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on, record
@@ -21,6 +20,7 @@ from tiermem.swap.native import Workers, store_gradient
 from tiermem.swap.store import TensorStore
 from tiermem.zero.gradient_link import GradientLink, GradientPart
 from tiermem.zero.gradient_state import Factor
+from tiermem.zero.resting_tensor import RestingTensor, on_copies, resting_in
 from tiermem.zero.unit import Shard, Unit, own_numel
 
 # ---- the value of p.grad ---------------------------------------------------------------------------------------------
@@ -57,15 +57,13 @@ class Homes(Protocol):
         """Bounds the elements of this rank's part of a gradient. Blocks; raises OSError."""
 
 
-class ShardedGrad(torch.Tensor):
+class ShardedGrad(RestingTensor):
     """The value of `p.grad` while the gradient rests on a tier. It has the right shape and dtype, but no values.
 
     any number of ranks    2-norms; scaling, zeroing and clamping in place: `torch.nn.utils.clip_grad_norm_`,
                            `clip_grad_value_`, `get_total_norm`, GradScaler's unscale. A factor is remembered and applied in
                            the step
-    whole on each rank     every other call, on a copy of the values for that call. A call that writes stores its result. A
-                           view (`p.grad[0]`, `p.grad.view(-1)`) is one of a copy: writing it raises RuntimeError. So does
-                           adding the gradient to another tensor in place, as the steps of torch's optimizers do
+    whole on each rank     every other call, on a copy of the values (resting_tensor.py)
     in parts on ranks      every other call raises RuntimeError. To read the values use `Shards.gradient(param)` on every rank
     used (step_in_backward)  every call raises RuntimeError, but zeroing after the step
     """
@@ -98,17 +96,24 @@ class ShardedGrad(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.shard.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func not in _OF_VALUES:
-                try:
-                    return func(*args, **kwargs)
-                except NotImplementedError:  # its result is a view
-                    pass
-            with torch.inference_mode():  # torch then refuses to write into views of the copies
-                return func(*_copied(args, {}), **_copied(kwargs, {}))
+    @property
+    def what(self) -> str:
+        """The gradient, in an error."""
+        return "the gradient of a sharded parameter"
+
+    def read(self) -> torch.Tensor:
+        """A copy of the values. Blocks; raises OSError, and RuntimeError where ranks hold parts."""
+        self.homes.check_kept(self.shard)
+        if not self.homes.has_whole:
+            raise RuntimeError(
+                f"the gradient of {self.shard.name} rests in parts on several ranks: norms, scaling, zeroing and clamping work "
+                "in place; to read it call Shards.gradient(param) on every rank, between backward and step"
+            )
+        return self.homes.read(self.shard)
+
+    def replace(self, value: torch.Tensor) -> None:
+        """Replaces the values. Blocks; raises OSError."""
+        self.homes.replace(self.shard, value)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -117,7 +122,7 @@ class ShardedGrad(torch.Tensor):
         name = func._schema.name
         if name in ("aten::detach", "aten::alias"):
             return args[0]
-        for grad in _grads_in(args):
+        for grad in resting_in(args):
             grad.homes.check_kept(grad.shard, is_zeroed=name in _ZEROING)
         if name == "aten::linalg_vector_norm" and _is_two_norm(args[1:], kwargs):
             return _norms(args[:1])[0]
@@ -142,13 +147,10 @@ class ShardedGrad(torch.Tensor):
             for grad in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 grad.homes.clamp(grad.shard, *bounds)
             return args[0] if isinstance(args[0], ShardedGrad) else None
-        return _on_copies(func, args, kwargs or {})
+        return on_copies(func, args, kwargs or {})
 
 
 _ZEROING = ("aten::zero_", "aten::_foreach_zero_")
-
-_OF_VALUES = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__reduce_ex__)
-"""Functions that read a tensor's memory without a call that __torch_dispatch__ sees."""
 
 
 def _bounds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float | None, float | None] | None:
@@ -165,49 +167,6 @@ def _bounds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
     if low is high is None or any(isinstance(each, (torch.Tensor, list, tuple)) for each in (low, high)):
         return None
     return low, high
-
-
-def _on_copies(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls an operator on copies of the gradients' values, and stores those that it writes."""
-    schema, copies = func._schema, dict[ShardedGrad, torch.Tensor]()
-    if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
-        raise NotImplementedError(
-            f"{schema.name} gives a view of the gradient of a sharded parameter, whose values rest elsewhere: take a copy "
-            "with p.grad.clone() first"
-        )
-    given = zip(schema.arguments, args, strict=False)
-    written = [value for arg, value in given if arg.alias_info is not None and arg.alias_info.is_write]
-    written += [
-        kwargs[arg.name] for arg in schema.arguments if arg.kwarg_only and arg.alias_info and arg.name in kwargs
-    ]
-    if schema.name != "aten::copy_" and any(not isinstance(each, ShardedGrad) for each in tree_leaves(written)):
-        raise RuntimeError(
-            f"{schema.name} writes into another tensor from the gradient of a sharded parameter, as optimizers do that cannot "
-            "step such parameters: take tiermem's optimizer, or read a copy, p.grad.clone()"
-        )
-    found = func(*_copied(args, copies), **_copied(kwargs, copies))
-    of_copies = {id(copy): grad for grad, copy in copies.items()}
-    for grad in _grads_in(written):
-        grad.homes.replace(grad.shard, copies[grad])
-    return tree_map(lambda each: of_copies.get(id(each), each), found)
-
-
-def _copied(values: Any, copies: dict[ShardedGrad, torch.Tensor]) -> Any:
-    """The same values with copies in place of gradients; fills `copies`. Raises RuntimeError where ranks hold parts."""
-    for grad in _grads_in(values):
-        grad.homes.check_kept(grad.shard)
-        if not grad.homes.has_whole:
-            raise RuntimeError(
-                f"the gradient of {grad.shard.name} rests in parts on several ranks: norms, scaling, zeroing and clamping work "
-                "in place; to read it call Shards.gradient(param) on every rank, between backward and step"
-            )
-        if grad not in copies:
-            copies[grad] = grad.homes.read(grad.shard)
-    return tree_map(lambda each: copies[each] if isinstance(each, ShardedGrad) else each, values)
-
-
-def _grads_in(values: Any) -> list[ShardedGrad]:
-    return [each for each in tree_leaves(values) if isinstance(each, ShardedGrad)]
 
 
 def _living(found: T | None) -> T:

@@ -149,7 +149,9 @@ class ParametersInInit:
         if policy.params is Tier.NVME:
             self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes)
             self._bounce = Bounce(self._store)
-            self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8, device="cpu")  # kept: new blocks fragment the heap
+            self._piece = torch.empty(
+                _PIECE_NUMEL * 8, dtype=torch.uint8, device="cpu"
+            )  # kept: new blocks fragment the heap
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Kept
         self._awake: collections.OrderedDict[int, nn.Parameter] = collections.OrderedDict()
         self._awake_bytes = 0

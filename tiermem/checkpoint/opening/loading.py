@@ -386,6 +386,7 @@ def _open(
             put_groups(optimizer, groups)
             if manifest.optimizer is not None:
                 put_ordinary(source, optimizer, topology)
+            optimizer.show_state()
         if not asked.module_only:
             _put_rest(source, shards, rest)
             shards.keep_overlap(source.manifest.overlap)

@@ -294,6 +294,8 @@ def _draft(
         tag = f"global_step{steps}" if tag is None else str(tag)
         tag_folder(save_dir, tag)
         copies = copies or not _may_stay(shards, save_dir)
+    if optimizer is not None:
+        optimizer.follow_state()
     parameters, excluded = capture.parameters(shards, optimizer, exclude_frozen)
     check_parameters(parameters, excluded)
     values = {
