@@ -1,4 +1,4 @@
-"""Marks: gradient hooks on a module's input and output tensors tell how far backward is. Also: calls outside graphs."""
+"""Marks: gradient hooks on a module's input and output tensors tell how far backward is. Also: calls outside graphs, transforms."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from tiermem.zero.absent import RestingView
 
@@ -45,6 +46,19 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     # Each function gets its own code object: torch.compile allows eight versions of one code object and then warns.
     call.__code__ = call.__code__.replace()
     return functools.wraps(function)(call)
+
+
+def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes a function run outside the transforms of torch.func around its caller, which wrap each tensor that is made."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return call
 
 
 # ---- marks -----------------------------------------------------------------------------------------------------------

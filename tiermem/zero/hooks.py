@@ -362,6 +362,7 @@ class Hooks(Uncopied):
                 "forgotten: run forward and backward again before the step"
             )
 
+    @marks.outside_transforms
     def finish_backward(self) -> None:
         """Receives the remaining gradients and releases every held unit. Called automatically at the end of backward."""
         self._ending = None
@@ -444,6 +445,7 @@ class Hooks(Uncopied):
         self._ending = weakref.ref(ending)
         return ending
 
+    @marks.outside_transforms
     def begin_backward(self) -> None:
         """Begins a backward, or all those of a `joined` block: ends the last step, which reads gradients; clears `p.grad`.
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tiermem.policy import OffloadPolicy
+from tiermem.zero.backward_marks import outside_transforms
 from tiermem.zero.plan import Plan
 from tiermem.zero.unit import Division, Unit, reads_weights_again
 from tiermem.zero.unit_state import LiveUnit, UnitState
@@ -320,6 +321,7 @@ class Prefetcher(Generic[T]):
         self._last: T | None = None  # the unit that was used last
         self._has_reads = any(live.reads for live in units)
 
+    @outside_transforms
     def acquire(self, live: T | None = None, may_gather: bool = True) -> None:
         """Makes a unit present for one more user, and starts to fetch the units that are expected next. None: only the latter.
 
@@ -339,6 +341,7 @@ class Prefetcher(Generic[T]):
                 raise
         self._last = live or self._last
 
+    @outside_transforms
     def release(self, live: T, may_evict: bool = True) -> None:
         """Removes a user of a unit. Without users it may be evicted: now if its next use is beyond reuse_numel."""
         live.let_go()
