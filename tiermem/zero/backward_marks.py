@@ -1,4 +1,4 @@
-"""Marks: gradient hooks on a module's input and output tensors tell how far backward is. Also: calls outside graphs, transforms."""
+"""Marks: gradient hooks on input and output tensors of modules tell how far backward is; calls outside graphs, transforms."""
 
 from __future__ import annotations
 
