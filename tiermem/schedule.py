@@ -58,14 +58,15 @@ class WarmupLR(_Documented):
     """Raises each group's rate from warmup_min_lr to warmup_max_lr over warmup_num_steps steps, then holds it.
 
     `warmup_type` "log" rises with log(iteration + 1) / log(warmup_num_steps), "linear" with iteration /
-    warmup_num_steps. Rates may be lists, one value per parameter group. Raises ValueError for bad arguments.
+    warmup_num_steps. Rates may be lists, one value per parameter group. Without warmup_max_lr each group rises to its own rate
+    in the optimizer. Raises ValueError for bad arguments.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_epoch: int = -1,
@@ -73,7 +74,8 @@ class WarmupLR(_Documented):
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _warmup_type(warmup_type)
         self.min_lrs = _per_group("warmup_min_lr", warmup_min_lr, optimizer)
-        self.max_lrs = _per_group("warmup_max_lr", warmup_max_lr, optimizer)
+        highest = _own_rates(optimizer) if warmup_max_lr is None else warmup_max_lr
+        self.max_lrs = _per_group("warmup_max_lr", highest, optimizer)
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
@@ -86,14 +88,17 @@ class WarmupLR(_Documented):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warms up like WarmupLR, then decays linearly to warmup_min_lr at iteration total_num_steps, and stays there."""
+    """Warms up like WarmupLR, then decays linearly to warmup_min_lr at iteration total_num_steps, and stays there.
+
+    warmup_max_lr null means each group's own rate in the optimizer; left out it is 0.001, as in DeepSpeed.
+    """
 
     def __init__(
         self,
         optimizer: Optimizer,
         total_num_steps: int,
         warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_max_lr: float | Sequence[float] | None = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_epoch: int = -1,
@@ -127,8 +132,8 @@ class WarmupCosineLR(_Documented):
         self.total_num_steps = _positive_int("total_num_steps", total_num_steps)
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _warmup_type(warmup_type)
-        self.warmup_min_ratio = warmup_min_ratio
-        self.cos_min_ratio = cos_min_ratio
+        self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
@@ -147,12 +152,12 @@ class WarmupCosineLR(_Documented):
 class OneCycle(_Documented):
     """Raises the rate from cycle_min_lr to cycle_max_lr, lowers it again, then decays it below; momentum moves inversely.
 
-    The rise takes cycle_first_step_size steps and the fall cycle_second_step_size steps (None: the same number). A stair count
-    above 0 makes that many equal stairs. After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * steps /
-    decay_step_size), with the steps since the end of the cycle; with decay_step_size 0 it does not decay. With cycle_momentum
-    the first beta falls from cycle_max_mom to cycle_min_mom and rises again; after the cycle it is multiplied by 1 +
-    decay_mom_rate * steps / decay_step_size. The other betas do not change. For an optimizer without betas the momentum does
-    not cycle, and a warning says so.
+    The rise takes cycle_first_step_size steps and the fall cycle_second_step_size steps (None: the same number; 0: the rate
+    drops at once). Rates and momenta may be lists, one value per parameter group. A stair count above 0 makes that many equal
+    stairs. After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size), with the steps since the
+    end of the cycle; with decay_step_size 0 it does not decay. With cycle_momentum the first beta falls from cycle_max_mom to
+    cycle_min_mom and rises again; after the cycle it is multiplied by 1 + decay_mom_rate * steps / decay_step_size. The other
+    betas do not change. For an optimizer without betas the momentum does not cycle, and a warning says so.
     """
 
     def __init__(
@@ -167,26 +172,27 @@ class OneCycle(_Documented):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         self.rising = _positive_int("cycle_first_step_size", cycle_first_step_size)
-        self.falling = _positive_int("cycle_second_step_size", second)
-        self.rising_stairs = cycle_first_stair_count
-        self.falling_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.decay_step_size = decay_step_size
-        self.decay_lr_rate = decay_lr_rate
-        self.decay_mom_rate = decay_mom_rate
+        self.falling = _whole("cycle_second_step_size", second, 0)
+        falling_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.rising_stairs = _whole("cycle_first_stair_count", cycle_first_stair_count, 0)
+        self.falling_stairs = _whole("cycle_second_stair_count", falling_stairs, 0)
+        self.decay_step_size = _number("decay_step_size", decay_step_size)
+        self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
         self.min_lrs = _per_group("cycle_min_lr", cycle_min_lr, optimizer)
         self.max_lrs = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             _log.warning("OneCycle: %s has no betas, so momentum is not cycled", type(optimizer).__name__)
-        self.min_momentum = cycle_min_mom
-        self.max_momentum = cycle_max_mom
+        self.min_momenta = _per_group("cycle_min_mom", cycle_min_mom, optimizer)
+        self.max_momenta = _per_group("cycle_max_mom", cycle_max_mom, optimizer)
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
@@ -196,17 +202,21 @@ class OneCycle(_Documented):
         height = self._height()
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def get_momentum(self) -> float:
-        """First beta of the current step."""
-        if self._is_past_cycle:
-            return self.max_momentum * (1.0 + self.decay_mom_rate * self._decay_intervals)
-        return self.max_momentum - (self.max_momentum - self.min_momentum) * self._height()
+    def get_mom(self) -> list[tuple[float, ...]] | None:
+        """The betas of each group in the current step; None when the momentum does not cycle."""
+        if not self.cycle_momentum:
+            return None
+        growth = 1.0 + self.decay_mom_rate * self._decay_intervals
+        height = 0.0 if self._is_past_cycle else self._height()
+        return [
+            ((high - (high - low) * height) * growth, *group["betas"][1:])
+            for low, high, group in zip(self.min_momenta, self.max_momenta, self.optimizer.param_groups, strict=True)
+        ]
 
     def step(self, epoch: int | None = None) -> None:
         super().step(epoch)
-        if self.cycle_momentum:
-            for group in self.optimizer.param_groups:
-                group["betas"] = (self.get_momentum(), *group["betas"][1:])
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = betas
 
     @property
     def _is_past_cycle(self) -> bool:
@@ -214,7 +224,7 @@ class OneCycle(_Documented):
 
     @property
     def _decay_intervals(self) -> float:
-        steps = self.last_epoch - self.rising - self.falling
+        steps = max(0, self.last_epoch - self.rising - self.falling)
         return steps / self.decay_step_size if self.decay_step_size else 0.0
 
     def _height(self) -> float:
@@ -242,7 +252,7 @@ class LRRangeTest(_Documented):
     ) -> None:
         self.min_lrs = _per_group("lr_range_test_min_lr", lr_range_test_min_lr, optimizer)
         self.step_size = _positive_int("lr_range_test_step_size", lr_range_test_step_size)
-        self.step_rate = lr_range_test_step_rate
+        self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
         self.is_staircase = lr_range_test_staircase
         super().__init__(optimizer, last_epoch)
 
@@ -259,18 +269,23 @@ DOCUMENTED: Mapping[str, type[LRScheduler]] = {each.__name__: each for each in _
 def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:
     """Builds the schedule that a config section names; raises ValueError for arguments it cannot take."""
     cls = schedule_class(section.type)
-    params = dict(section.params)
+    params = section.params
     missing = [name for name, given in arguments_of(cls).items() if given.default is given.empty and name not in params]
     if missing:
         raise ValueError(f"scheduler {section.type} needs {', '.join(missing)}: set it in scheduler.params")
+    try:
+        return _build(cls, params, optimizer)
+    except TypeError as error:
+        raise ValueError(f"scheduler {section.type} cannot be built from {params}: {error}") from error
+
+
+def _build(cls: type[LRScheduler], given: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
+    params = dict(given)
     if _LAST in params and cls in DOCUMENTED.values():
         params["last_epoch"] = params.pop(_LAST)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])  # torch asks for it when a schedule does not begin at its start
-    try:
-        return cls(optimizer, **params)
-    except TypeError as error:
-        raise ValueError(f"scheduler {section.type} cannot be built from {params}: {error}") from error
+    return cls(optimizer, **params)
 
 
 def schedule_class(name: str) -> type[LRScheduler]:
@@ -289,14 +304,27 @@ def schedule_class(name: str) -> type[LRScheduler]:
 
 
 def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the arguments that the schedule does not have, each with a sentence."""
-    known = arguments_of(schedule_class(name))
+    """Returns the arguments that the schedule does not have, or what is wrong with the values, each with a sentence.
+
+    A documented schedule is tried on an optimizer of as many groups as its longest list has values.
+    """
+    cls = schedule_class(name)
+    known = arguments_of(cls)
     problems = []
     for given in params:
         if given not in known:
             near = difflib.get_close_matches(given, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(known)}"
             problems.append((given, f"unknown argument of {name}; {hint}"))
+    needed = [each for each, argument in known.items() if argument.default is argument.empty]
+    if problems or cls not in DOCUMENTED.values() or not params.keys() >= set(needed):
+        return problems
+    num_groups = max((len(each) for each in params.values() if isinstance(each, (list, tuple))), default=1)
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(num_groups)]
+    try:
+        _build(cls, params, torch.optim.AdamW(groups))
+    except (TypeError, ValueError) as error:
+        problems.append(("", str(error)))
     return problems
 
 
@@ -330,15 +358,31 @@ def _warmup_type(value: str) -> str:
 
 
 def _positive_int(name: str, value: float) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != math.floor(value):
-        raise ValueError(f"{name} is {value!r}; it must be a positive whole number")
+    return _whole(name, value, 1)
+
+
+def _whole(name: str, value: float, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least or value % 1:
+        allowed = "a positive whole number" if least else "a whole number, 0 or more"
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
     return int(value)
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}; it must be a finite number")
+    return value
+
+
+def _own_rates(optimizer: Optimizer) -> list[float]:
+    """Each group's rate before the first schedule changed it."""
+    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
 def _per_group(name: str, value: float | Sequence[float], optimizer: Optimizer) -> list[float]:
     num_groups = len(optimizer.param_groups)
-    if isinstance(value, (int, float)):
-        return [float(value)] * num_groups
+    if not isinstance(value, (list, tuple)):
+        return [float(_number(name, value))] * num_groups  # type: ignore[arg-type]  # no sequence
     if len(value) != num_groups:
         raise ValueError(f"{name} has {len(value)} values, but the optimizer has {num_groups} parameter groups")
-    return [float(v) for v in value]
+    return [float(_number(name, each)) for each in value]

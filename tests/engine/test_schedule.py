@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiermem.config import SchedulerConfig
+from tiermem.config import ConfigError, SchedulerConfig, load_config
 from tiermem.schedule import (
     DOCUMENTED,
     LRRangeTest,
@@ -57,8 +58,37 @@ def test_log_warmup_is_the_default_and_rises_with_the_logarithm() -> None:
 
 
 def test_warmup_defaults_are_the_documented_ones() -> None:
-    schedule = WarmupLR(adam())
-    assert (schedule.min_lrs, schedule.max_lrs, schedule.warmup_num_steps) == ([0.0], [0.001], 1000)
+    schedule = WarmupLR(adam(lr=0.5))
+    assert (schedule.min_lrs, schedule.max_lrs, schedule.warmup_num_steps) == ([0.0], [0.5], 1000)
+    assert WarmupDecayLR(adam(lr=0.5), 2000).max_lrs == [0.001]
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("WarmupLR", {}),
+        ("WarmupLR", {"warmup_max_lr": None}),
+        ("WarmupDecayLR", {"warmup_max_lr": None, "total_num_steps": 99}),
+        ("WarmupCosineLR", {"total_num_steps": 99}),
+    ],
+)
+def test_warmup_without_a_highest_rate_rises_to_each_group_s_own(name: str, params: dict[str, Any]) -> None:
+    optimizer = adam(num_groups=2)
+    optimizer.param_groups[0]["lr"] = 3e-5
+    section = SchedulerConfig(type=name, params={**params, "warmup_num_steps": 3})
+    schedule = build_scheduler(section, optimizer)
+    highest = [0.0, 0.0]
+    for _ in range(6):
+        highest = [max(high, float(group["lr"])) for high, group in zip(highest, optimizer.param_groups, strict=True)]
+        optimizer.step()
+        schedule.step()
+    assert highest == pytest.approx([3e-5, 0.5], rel=0.01)
+
+
+def test_a_schedule_built_after_another_rises_to_the_first_rate() -> None:
+    optimizer = adam(lr=0.5)
+    WarmupLR(optimizer)
+    assert (optimizer.param_groups[0]["lr"], WarmupLR(optimizer).max_lrs) == (0.0, [0.5])
 
 
 def test_decay_falls_on_a_line_to_the_least_rate_and_stays() -> None:
@@ -108,6 +138,23 @@ def test_momentum_runs_opposite_to_the_rate_and_leaves_the_second_beta() -> None
     assert {b[1] for b in seen} == {0.95}
 
 
+def test_momenta_may_differ_by_group() -> None:
+    optimizer = adam(num_groups=2)
+    lists = {"cycle_min_mom": [0.8, 0.6], "cycle_max_mom": [0.9, 0.7]}
+    schedule = OneCycle(optimizer, [0.1, 0.2], [1.0, 2.0], cycle_first_step_size=1, **lists)  # type: ignore[arg-type]
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_mom() == [group["betas"] for group in optimizer.param_groups]
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.95), (0.6, 0.95)]
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1.0, 2.0])
+    assert OneCycle(adam(), 0.0, 1.0, cycle_momentum=False).get_mom() is None
+
+
+def test_one_cycle_without_a_fall_drops_to_the_least_rate() -> None:
+    schedule = OneCycle(adam(), 1.0, 3.0, cycle_first_step_size=2, cycle_second_step_size=0)
+    assert rates(schedule, 5) == [1.0, 2.0, 3.0, 1.0, 1.0]
+
+
 def test_momentum_is_left_alone_when_not_cycled() -> None:
     schedule = OneCycle(adam(), 0.0, 1.0, cycle_momentum=False)
     assert schedule.optimizer.param_groups[0]["betas"] == (0.5, 0.95)
@@ -131,6 +178,34 @@ def test_range_test_rises_without_end(staircase: bool, expected: list[float]) ->
 def test_warmup_steps_are_a_positive_whole_number(cls: Any, value: Any) -> None:
     with pytest.raises(ValueError, match="warmup_num_steps is"):
         cls(adam(), warmup_num_steps=value)
+
+
+_CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "told"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0; it must be a positive whole number"),
+        ("WarmupLR", {"warmup_min_lr": None}, "warmup_min_lr is None; it must be a finite number"),
+        ("WarmupLR", {"warmup_max_lr": "1e-3"}, "warmup_max_lr is '1e-3'"),
+        ("WarmupLR", {"warmup_max_lr": [0.1, None]}, "warmup_max_lr is None"),
+        ("WarmupLR", {"warmup_max_lr": [1, 2], "warmup_min_lr": [1, 2, 3]}, "warmup_max_lr has 2 values"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": "x"}, "cos_min_ratio is 'x'"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_min_ratio": [0.1]}, "warmup_min_ratio is"),
+        ("OneCycle", {**_CYCLE, "cycle_second_step_size": -1}, "cycle_second_step_size is -1"),
+        ("OneCycle", {**_CYCLE, "cycle_min_mom": "low"}, "cycle_min_mom is 'low'"),
+        ("OneCycle", {**_CYCLE, "cycle_first_stair_count": 1.5}, "cycle_first_stair_count is 1.5"),
+        ("OneCycle", {**_CYCLE, "decay_step_size": None}, "decay_step_size is None"),
+        ("OneCycle", {**_CYCLE, "decay_lr_rate": float("nan")}, "decay_lr_rate is nan"),
+        ("LRRangeTest", {"lr_range_test_step_rate": "fast"}, "lr_range_test_step_rate is 'fast'"),
+    ],
+)
+def test_a_value_that_a_documented_schedule_cannot_take_is_told_when_the_config_is_read(
+    name: str, params: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"scheduler.params: {told}")):
+        load_config({"train_batch_size": 1, "scheduler": {"type": name, "params": params}})
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
