@@ -105,6 +105,21 @@ def test_a_loss_scale_waits_for_its_hysteresis(hysteresis: int, tmp_path: Path) 
     engine.close()
 
 
+def test_a_run_that_overflows_at_the_least_scale_ends_with_an_error(tmp_path: Path) -> None:
+    engine = start(
+        zoo.Tower, config("cpu", tmp_path, fp16={"enabled": True, "initial_scale_power": 1, "hysteresis": 1})
+    )
+    before = everything(engine)
+    step(engine, 0, float("nan"))
+    with pytest.raises(FloatingPointError, match="every further step would be skipped"):
+        step(engine, 1, float("nan"))
+    assert (engine.loss_scale(), engine.was_step_applied()) == (1, False)
+    assert_same_tensors(everything(engine), before)
+    step(engine, 2)  # it can go on
+    assert engine.was_step_applied()
+    engine.close()
+
+
 # ---- states as asked -------------------------------------------------------------------------------------------------
 
 
@@ -265,12 +280,26 @@ def test_forward_runs_under_autocast(checkpoint: bool | None, weights: str, offl
     engine.close()
 
 
-def test_without_autocast_what_the_user_entered_is_left_alone(tmp_path: Path) -> None:
-    engine = start(zoo.Tower, config("cpu", tmp_path))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert logits_of(engine(batch(0)[0])).dtype == torch.bfloat16
-    assert logits_of(engine(batch(0)[0])).dtype == torch.float32
-    engine.close()
+@pytest.mark.parametrize("inside", ["fp32", "bf16", "autocast"])
+def test_the_config_decides_the_precision_under_the_caller_s_autocast(inside: str, tmp_path: Path) -> None:
+    autocast = {"enabled": inside == "autocast", "dtype": "bf16"}
+    keys = {"bf16": {"enabled": inside == "bf16"}, "torch_autocast": autocast}
+    found = []
+    for outer in (None, torch.float16, torch.bfloat16):
+        engine = start(zoo.Tower, config("cpu", tmp_path, **keys))
+        with torch.autocast("cpu", outer, enabled=outer is not None), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loss = loss_of(engine, 0)
+            assert torch.is_autocast_enabled("cpu") == (outer is not None)
+        engine.backward(loss)  # blocks that are computed again
+        engine.step()
+        found.append((loss.item(), everything(engine)))
+        is_told = outer is not None and (inside, outer) != ("autocast", torch.bfloat16)
+        assert [str(each.message).startswith("the caller's torch.autocast") for each in told] == [True] * is_told
+        engine.close()
+    for loss, states in found[1:]:
+        assert loss == found[0][0]
+        assert_same_tensors(states, found[0][1])
 
 
 def test_autocast_to_fp16_scales_the_loss(tmp_path: Path) -> None:

@@ -43,7 +43,23 @@ def test_scale_doubles_after_a_window_without_overflow() -> None:
 
 
 def test_scale_never_falls_below_its_minimum() -> None:
-    assert scales("xxxx", initial_scale_power=2, hysteresis=1, min_loss_scale=2)[-1] == 2
+    assert scales("x.x", initial_scale_power=2, hysteresis=2, min_loss_scale=2) == [4, 4, 4, 2]
+
+
+def test_an_overflow_at_the_least_scale_is_an_error_and_changes_nothing() -> None:
+    scaler = LossScaler(Fp16Config.model_validate({"enabled": True, "initial_scale_power": 1, "hysteresis": 2}))
+    for _ in range(2):
+        scaler.update(True)
+    before = scaler.state_dict()
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match=r"least loss scale, 1 \(fp16.min_loss_scale\)"):
+            scaler.update(True)
+    assert scaler.state_dict() == before
+    scaler.update(False)  # a step that does not overflow goes on
+
+
+def test_the_first_overflows_at_the_least_scale_are_forgiven_by_the_hysteresis() -> None:
+    assert scales("x.", initial_scale_power=0, hysteresis=2) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("power", [0, 16, 24])

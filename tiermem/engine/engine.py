@@ -15,6 +15,7 @@ import functools
 import itertools
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -115,10 +116,21 @@ class Autocast(NamedTuple):
                 by_param[param].reduce_in(self.dtype)
 
     def block(self) -> AbstractContextManager[Any]:
-        """Returns the context of a forward. It turns torch's weight cache off, which would keep a copy of every weight."""
-        if self.dtype is None:
+        """Returns the context of a forward: the config decides, also where the caller has torch.autocast on, with a warning.
+
+        It turns torch's weight cache off, which would keep a copy of every weight.
+        """
+        is_callers = torch.is_autocast_enabled(self.device)
+        if is_callers and torch.get_autocast_dtype(self.device) != self.dtype:
+            said = "without autocast" if self.dtype is None else f"in {self.dtype}"
+            warnings.warn(
+                f"the caller's torch.autocast does not reach into the engine's forward, which computes {said} as the config "
+                "says: set torch_autocast there",
+                stacklevel=6,  # the caller of the engine
+            )
+        if self.dtype is None and not is_callers:
             return contextlib.nullcontext()
-        return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None, cache_enabled=False)
 
 
 def _to_half(value: Any) -> Any:
@@ -253,7 +265,8 @@ class Engine(EngineCheckpoints, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward, under torch.autocast if the config says so; units are gathered and dropped meanwhile.
 
-        Collective where units are gathered. Raises RuntimeError while `offload_states` keeps parameters from the device.
+        The caller's torch.autocast is off inside, with a warning: see Autocast.block. Collective where units are gathered. Raises
+        RuntimeError while `offload_states` keeps parameters from the device.
         """
         self._check_here()
         with self._phase("forward"):
@@ -322,7 +335,8 @@ class Engine(EngineCheckpoints, nn.Module):
 
         For gradients with NaN or infinity the policy decides: the step is skipped (fp16 lowers its loss scale), raises
         NonFiniteGradients, or applies them. A skipped step changes no bit of any state. lr_kwargs go to the schedule's step.
-        Raises RuntimeError when fp16 scales the loss and the user's own backward ran without `scale`.
+        Raises FloatingPointError when gradients overflow at fp16's least loss scale, RuntimeError when fp16 scales the loss and
+        the user's own backward ran without `scale`.
         """
         optimizer = self._check_trains()
         self._check_here()

@@ -304,7 +304,8 @@ class LossScaler:
     divides them again.
 
         static    the configured scale
-        dynamic   halved at an overflow, after `hysteresis` overflows; doubled after each `window` steps without overflow
+        dynamic   halved at an overflow, after `hysteresis` overflows; doubled after each `window` steps without overflow;
+                  an overflow that would halve the least scale is an error
 
     The optimizer skips a step that overflows. This class only computes the next scale.
 
@@ -346,14 +347,24 @@ class LossScaler:
             self.scale, self._hysteresis_left, self._num_good = scale, left, good
 
     def update(self, has_overflowed: bool) -> None:
-        """Records whether a step has overflowed, and sets the scale of the next step."""
+        """Records whether a step has overflowed, and sets the scale of the next step.
+
+        Raises FloatingPointError, and records nothing, when no smaller scale is left.
+        """
         if not self._is_dynamic:
             return
         if has_overflowed:
+            least = float(self._config.min_loss_scale)
+            if self._hysteresis_left <= 1 and self.scale <= least:
+                raise FloatingPointError(
+                    f"gradients hold NaN or infinity at the least loss scale, {least:g} (fp16.min_loss_scale): no smaller "
+                    "scale is left, so every further step would be skipped. The run has probably diverged: load an earlier "
+                    "checkpoint and lower the learning rate, or train in bf16"
+                )
             self._num_good = 0
             self._hysteresis_left -= 1
             if self._hysteresis_left <= 0:
-                self.scale = max(self.scale / 2, float(self._config.min_loss_scale))
+                self.scale = max(self.scale / 2, least)
             self._hysteresis_left = max(self._hysteresis_left, 1)
             return
         self._num_good += 1
