@@ -64,17 +64,48 @@ def test_an_empty_folder_name_is_refused(method: str, tmp_path: Path) -> None:
     engine.close()
 
 
-def test_gradients_that_add_up_are_not_saved_over(tmp_path: Path) -> None:
-    engine = engine_on(tmp_path, gradient_accumulation_steps=2)
-    step(engine)
-    with pytest.raises(RuntimeError, match="gradients are not saved"):
-        engine.save_checkpoint(tmp_path / "out")
-    engine.backward(engine(torch.randn(3, 67)))
-    with pytest.raises(RuntimeError, match="between a backward and the step"):
-        engine.save_checkpoint(tmp_path / "out")
-    engine.step()
-    assert engine.save_checkpoint(tmp_path / "out")
-    engine.close()
+def weights_of(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(("stage", "overlap"), [(0, "none"), (2, "forward"), (3, "backward")])
+def test_a_save_within_an_accumulation_warns_and_changes_no_step(
+    stage: int, overlap: str, copy: bool, tmp_path: Path
+) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0} | ({"offload_optimizer": nvme} if stage else {})
+    if stage == 3:
+        zero["offload_param"] = nvme
+    found = []
+    for is_saved in (False, True):
+        engine = engine_on(tmp_path, {"overlap": overlap}, zero_optimization=zero, gradient_accumulation_steps=2)
+        step(engine, 2)
+        ended = weights_of(engine)
+        for number in range(4):
+            engine.backward(engine(torch.randn(3, 67, generator=torch.Generator().manual_seed(number))))
+            if is_saved:  # also before the step that ends an accumulation
+                with pytest.warns(UserWarning, match=rf"gradients of {number % 2 + 1} micro-batches .* not saved"):
+                    engine.save_checkpoint(tmp_path / "out", f"{overlap}{number}", copy=copy)
+            engine.step()
+            if is_saved and number == 0:
+                with pytest.warns(UserWarning, match="gradients of 1 micro-batches"):
+                    engine.save_checkpoint(tmp_path / "out", "within", copy=copy)
+        engine.wait_checkpoint()
+        found.append(weights_of(engine))
+        engine.close()
+    assert [torch.equal(found[0][name], found[1][name]) for name in found[0]] == [True] * len(ended)
+    resumed = engine_on(tmp_path, zero_optimization=zero, gradient_accumulation_steps=2)
+    resumed.load_checkpoint(tmp_path / "out", f"{overlap}0" if copy else f"{overlap}3")
+    if copy:  # of the store's own files the newest tag stays
+        assert all(torch.equal(each, ended[name]) for name, each in weights_of(resumed).items())
+        assert (resumed.global_steps, resumed.micro_steps) == (1, 2)
+    assert resumed.micro_steps % 2 == 0
+    step(resumed)
+    assert not resumed.was_step_applied()
+    step(resumed)
+    assert resumed.was_step_applied()
+    resumed.close()
 
 
 def test_durability_step_makes_every_step_durable(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,10 +188,10 @@ class EngineCheckpoints(EngineFacts):
             exclude_frozen_parameters: leaves out parameters that do not require gradients.
             copy: makes a complete copy in `<save_dir>/<tag>/` in the background: see `wait_checkpoint`.
 
-        Returns True. Raises RuntimeError while gradients accumulate: call it between steps. Other errors are those of
-        tiermem.checkpoint.save.
+        Returns True. Within an accumulation it warns: its gradients are not saved, and what is loaded begins a new step. Errors
+        are those of tiermem.checkpoint.save.
         """
-        self._check_between_steps()
+        self._tell_of_gradients()
         return save(
             self.shards,
             self.optimizer,
@@ -295,13 +296,16 @@ class EngineCheckpoints(EngineFacts):
             dict(client_state or {}),
         )
 
-    def _check_between_steps(self) -> None:
-        """Raises RuntimeError while there are gradients, because a checkpoint does not save them."""
+    def _tell_of_gradients(self) -> None:
+        """Warns while there are gradients, because a checkpoint does not save them."""
         has_gradients = any(shard.param.grad is not None for _, shard in self.shards.parameters())
         if has_gradients or self._accumulation.is_under_way:
-            raise RuntimeError(
-                "save_checkpoint between a backward and the step that ends it: gradients are not saved, so what is loaded "
-                "would not go on as this run does. Save after step(), at the end of an accumulation"
+            held = self._accumulation.num_held
+            warnings.warn(
+                f"save_checkpoint within an accumulation: the gradients of {held} micro-batches since the last step are not "
+                "saved. This run goes on with them; what is loaded begins a new step with the next micro-batch. To continue to "
+                "the bit, save when engine.step() has ended an accumulation",
+                stacklevel=3,  # the caller of save_checkpoint
             )
 
     def _count_from(self, loaded: Loaded) -> None:

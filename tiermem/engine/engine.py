@@ -265,8 +265,8 @@ class Engine(EngineCheckpoints, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward, under torch.autocast if the config says so; units are gathered and dropped meanwhile.
 
-        The caller's torch.autocast is off inside, with a warning: see Autocast.block. Collective where units are gathered. Raises
-        RuntimeError while `offload_states` keeps parameters from the device.
+        The caller's torch.autocast is off inside, with a warning: see Autocast.block. Collective where units are gathered.
+        Raises RuntimeError while `offload_states` keeps parameters from the device.
         """
         self._check_here()
         with self._phase("forward"):

@@ -79,11 +79,16 @@ class Accumulation:
             self._check_holds_gradients("set_gradient_accumulation_boundary(False)")
         self._set_by_user = is_boundary
 
+    @property
+    def num_held(self) -> int:
+        """Backwards since the last step."""
+        return self._shards.hooks.num_backwards - self._num_backwards
+
     def end_step(self) -> int:
         """Ends a step; returns its number of micro-batches. Where the user sets the boundary, each backward counts as one."""
-        started, self._num_backwards = self._num_backwards, self._shards.hooks.num_backwards
+        num_held, self._num_backwards = self.num_held, self._shards.hooks.num_backwards
         is_counted = self._is_managed and self._set_by_user is None
-        return self.num_micro_batches if is_counted else self._num_backwards - started
+        return self.num_micro_batches if is_counted else num_held
 
     @contextlib.contextmanager
     def all_but_step(self) -> Iterator[None]:
