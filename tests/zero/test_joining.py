@@ -141,6 +141,28 @@ def test_ranks_with_one_world_size_join() -> None:
     assert said_by((0, 2), (1, 2)) == ["joined 0 of 2", "joined 1 of 2"]
 
 
+ONE_RANK = """
+import torch
+import torch.distributed as dist
+import tiermem
+policy = tiermem.OffloadPolicy()
+for what in {ways}:
+    assert not dist.is_initialized()
+    exec(what)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1), what
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    dist.destroy_process_group()
+print("a group each time")
+"""
+
+
+def test_one_rank_of_a_launcher_has_a_group_whichever_call_comes_first() -> None:
+    ways = [*(MADE_BY | {"Init": "with tiermem.zero.Init(policy=policy): pass"}).values()]
+    script = ONE_RANK.format(ways=[each.replace("'train_batch_size': 3", "'train_batch_size': 1") for each in ways])
+    assert said_by((0, 1), script=script) == ["a group each time"]
+
+
 @pytest.mark.parametrize("with_init", [False, True])
 def test_sharding_joins_the_ranks_and_trains_as_ddp_does(with_init: bool) -> None:
     said = said_by((0, 2), (1, 2), script=SHARDS.format(with_init=with_init))

@@ -34,9 +34,9 @@ _AGREED = "agreed"
 
 
 def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    """Creates the process group of the launcher's ranks, unless one exists or this rank is alone. Collective; blocks.
+    """Creates the process group of the launcher's ranks, also of one, unless a group exists. Collective; blocks.
 
-    The group takes CPU tensors and tensors of `device`'s kind.
+    The group takes CPU tensors and tensors of `device`'s kind. A process that no launcher has started trains without a group.
 
     Args:
         timeout_s: longest wait in a collective of the group.
@@ -47,10 +47,10 @@ def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float = J
     started several: each rank would train by itself.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world < 2 or not dist.is_available():
+    if not dist.is_available() or (world < 2 and not _says_where()):
         return
     if dist.is_initialized():
-        if dist.get_world_size() == 1:
+        if dist.get_world_size() == 1 < world:
             raise ValueError(
                 f"WORLD_SIZE is {world} and the process group holds this rank alone, so that every rank would train by itself: "
                 "make the group of all ranks, leave it to tiermem, or unset WORLD_SIZE"
@@ -73,8 +73,8 @@ def init_distributed(
 ) -> None:
     """Creates the process group of the launcher's ranks, unless one exists, like the reference's function of this name.
 
-    `initialize`, `shard` and `zero.Init` do this themselves. Without a launcher (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)
-    and without init_method no group is created: one process trains without a group.
+    `initialize`, `shard` and `zero.Init` do this themselves, also for one rank. Without a launcher (RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT) and without init_method no group is created: one process trains without a group.
 
     Args:
         dist_backend: default: gloo for the CPU, and the accelerator's own backend.
@@ -145,7 +145,7 @@ def _tell_gone(store: Store, rank: int, world: int, error: RuntimeError) -> None
 
 
 def _says_where() -> bool:
-    return all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def _meet(rank: int, world: int, timeout_s: float) -> Store:
