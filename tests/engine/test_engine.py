@@ -364,6 +364,56 @@ def test_init_and_config_must_agree_on_the_dtype(tmp_path: Path) -> None:
     refused(tmp_path, ValueError, "built parameters as torch.bfloat16", model=model, config=cfg)
 
 
+class Adapted(nn.Module):
+    """A frozen base, and an adapter in another dtype that computes in its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+
+    def add(self) -> None:
+        self.low = nn.Linear(16, 4, bias=False)
+        self.high = nn.Linear(4, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.base(x).float() + self.high(self.low(x.float()))).square().mean()
+
+
+@pytest.mark.parametrize("are_converted", [True, False])
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_adapters_in_another_dtype_than_a_base_that_zero_init_built_keep_it(
+    offload: str, are_converted: bool, tmp_path: Path
+) -> None:
+    cfg = config(offload, tmp_path, bf16={"enabled": True})
+    found = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        with Init(config_dict_or_path=cfg, enabled=not is_plain):
+            model = Adapted()
+        if is_plain:
+            model.to(torch.bfloat16)
+        model.add()
+        adapters = [*model.low.parameters(), *model.high.parameters()]
+        if is_plain:
+            optim = tiermem.AdamW(adapters, lr=1e-2)
+        else:
+            if are_converted:
+                model.base.weight.convert_to_zero_parameters(adapters)
+            given = torch.optim.AdamW(adapters, lr=1e-2)
+            engine, optim, _, _ = tiermem.initialize(model=model, optimizer=given, config=cfg)
+            assert (model.base.weight.dtype, model.low.weight.dtype) == (torch.bfloat16, torch.float32)
+        for _ in range(3):
+            loss = (model if is_plain else engine)(torch.ones(2, 16, dtype=torch.bfloat16))
+            loss.backward() if is_plain else engine.backward(loss)
+            optim.step() if is_plain else engine.step()
+            optim.zero_grad()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    engine.close()
+    for name, value in found[0].items():
+        assert value.dtype == found[1][name].dtype
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_non_finite_gradients_are_skipped_or_raise_as_asked(precision: str, tmp_path: Path) -> None:
     for choice in ("skip", "raise"):

@@ -62,17 +62,18 @@ from tiermem.zero.unit_state import LiveUnit
 def cast_model(model: nn.Module, config: TiermemConfig) -> None:
     """Casts floating-point parameters to bf16 or fp16, and buffers to the config's buffer_dtype; without those, none.
 
-    Parameters and buffers keep their identity. Raises ValueError when zero.Init built parameters in another dtype.
+    Parameters and buffers keep their identity. Those of a model that zero.Init built keep their dtype, as in DeepSpeed, also
+    adapters that were added in another. Raises ValueError when zero.Init built none in the config's dtype.
     """
     dtype = None if config.precision == "fp32" else DTYPES[config.precision]  # None: parameters keep the user's dtype
     of_buffers = DTYPES[name] if (name := config.data_types.buffer_dtype) is not None else None
-    for param in model.parameters() if dtype is not None else ():
-        if param.dtype.is_floating_point and param.dtype != dtype:
-            if registry.owner_of(param) is not None:
-                raise ValueError(
-                    f"zero.Init built parameters as {param.dtype}, the config asks for {dtype}: give both the same"
-                )
-            param.data = param.data.to(dtype)
+    floating = [param for param in model.parameters() if dtype is not None and param.dtype.is_floating_point]
+    built = {param.dtype for param in floating if registry.owner_of(param) is not None}
+    if built and dtype not in built:
+        said = ", ".join(sorted(str(each) for each in built))
+        raise ValueError(f"zero.Init built parameters as {said}, the config asks for {dtype}: give both the same")
+    for param in floating if dtype is not None and not built else ():
+        param.data = param.data.to(dtype)
     for buffer in model.buffers() if of_buffers is not None else ():  # else rotary frequencies stay in fp32
         if buffer.dtype.is_floating_point:
             buffer.data = buffer.data.to(of_buffers)
