@@ -22,13 +22,14 @@ class NvmePath:
     """
 
     path: Path
+    """Made absolute at once, so that a program may change its working directory."""
     max_bytes: int | None = None
     """Most bytes that may rest here, for all ranks of the node together. None: the free bytes of the file system."""
     weight: float | None = None
     """The path's share of the bytes, relative to other paths. None: measured when several paths are opened."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", Path(self.path))
+        object.__setattr__(self, "path", Path(self.path).absolute())
         if self.max_bytes is not None and self.max_bytes < 1:
             raise ValueError(f"{self.path}: max_bytes is {self.max_bytes}; it must be at least 1, or None for no cap")
         if self.weight is not None and not 0 < self.weight < math.inf:

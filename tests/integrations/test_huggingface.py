@@ -416,6 +416,21 @@ def test_a_config_with_auto_trains_as_the_plain_trainer(tmp_path: Path) -> None:
     assert_equal(found[1], found[0])
 
 
+def test_a_config_s_file_and_folders_are_those_of_the_trainer_s_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    config = config_in(Path("nvme"), scheduler={"type": "WarmupDecayLR", "params": WARMUP})
+    (tmp_path / "ds.json").write_text(json.dumps(config), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    args = arguments(tmp_path / "out", max_steps=1, warmup_steps=1)
+    trainer = TiermemTrainer(build("gpt2"), args, train_dataset=samples("gpt2", 8), tiermem="ds.json")
+    monkeypatch.chdir("/")
+    with closing(trainer):
+        trainer.train()
+        assert len([*(tmp_path / "nvme").iterdir()]) == 1
+
+
 def test_optimizer_and_schedule_of_a_config_are_used(tmp_path: Path) -> None:
     config = config_in(tmp_path, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP})
     asked = {"max_steps": 6, "warmup_steps": 3, "learning_rate": 2e-3}

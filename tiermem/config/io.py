@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets
 from tiermem.policy import IoSettings, NvmePath
@@ -35,8 +35,8 @@ class PathConfig(ConfigModel):
 
     section: ClassVar[str] = "tiermem.paths"
 
-    path: Path
-    """The folder."""
+    path: Annotated[Path, AfterValidator(Path.absolute)]
+    """The folder; relative to the working directory when the config is read."""
     max_bytes: Annotated[Bytes, Field(ge=1)] | None = None
     """Most bytes to take there, all ranks of the node together. Not set: what is free."""
     weight: Annotated[Number, Field(gt=0.0)] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -62,10 +63,24 @@ def read_raw(given: Given) -> tuple[dict[str, Any], str]:
         return dict(given), "the config"
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigError([Problem("", f"a {type(given).__name__} given; allowed is a dict, a path or JSON text")])
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        return _parsed(given, "the config text"), "the config text"
+    if is_json(given):
+        return _parsed(str(given), "the config text"), "the config text"
     source = os.fspath(given)
     return _parsed(Path(source).read_text(encoding="utf-8"), source), source
+
+
+@contextlib.contextmanager
+def named_in_errors(source: str) -> Iterator[None]:
+    """A block whose ConfigErrors name the file of a config, where the block has only what was read from it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.problems, source) from error.__cause__
+
+
+def is_json(given: str | os.PathLike[str]) -> bool:
+    """Whether a config is JSON text rather than a path."""
+    return isinstance(given, str) and given.lstrip().startswith("{")
 
 
 def _auto_paths(raw: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from tiermem.config import load_config
+from tiermem.config.load import is_json, named_in_errors
 from tiermem.engine.choice import OptimizerFactory, Parameters
 from tiermem.engine.engine import Engine, SchedulerFactory
 from tiermem.optim.base import NativeOptimizer
@@ -236,7 +237,10 @@ def initialize(
     if dist_init_required is False and not dist.is_initialized():
         raise RuntimeError("dist_init_required is False and there is no process group: make one, or leave it out")
     join_ranks(policy.timeout_s, on, policy.join_timeout_s)
-    engine = Engine(model, loaded, optimizer, model_parameters, lr_scheduler, on, _sharing(mpu, mesh_param))
+    sharing = _sharing(mpu, mesh_param)
+    has_source = isinstance(given, (str, os.PathLike)) and not is_json(given)
+    with named_in_errors(str(given) if has_source else "the config"):
+        engine = Engine(model, loaded, optimizer, model_parameters, lr_scheduler, on, sharing)
     loader = None
     if training_data is not None:
         topology = engine.shards.topology

@@ -18,7 +18,7 @@ from typing import Any
 
 from tiermem.config.base import ConfigError, Problem
 from tiermem.config.keys import is_auto
-from tiermem.config.load import load_config, read_raw, resolve_auto
+from tiermem.config.load import load_config, named_in_errors, read_raw, resolve_auto
 from tiermem.config.root import TiermemConfig
 
 
@@ -61,7 +61,8 @@ def config_beside(
     raw = copy.deepcopy(raw)
     values = values_of(args, num_steps) | {"scheduler.params.warmup_min_lr": 0.0}
     problems = [*_fill(raw, values)]
-    config = load_config(raw)
+    with named_in_errors(source):
+        config = load_config(raw)
     for key, is_on, instead in (
         ("fp16.enabled", config.fp16.enabled, 'use "bf16", or tiermem.initialize'),
         (

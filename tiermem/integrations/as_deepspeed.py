@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from tiermem.config.load import read_raw
+from tiermem.config.load import named_in_errors, read_raw
 from tiermem.engine import Engine
 from tiermem.engine.start import initialize as start
 from tiermem.optim.classes import Adagrad, Adam, AdamW, Lion
@@ -48,14 +48,19 @@ VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "W
 # ---- functions and classes under DeepSpeed's names ---------------------------------------------------------------------
 
 
-def initialize(*args: Any, config: Any = None, config_params: Any = None, **kwargs: Any) -> Any:
+def initialize(args: Any = None, *more: Any, config: Any = None, config_params: Any = None, **kwargs: Any) -> Any:
     """tiermem.initialize, whose checkpoints are complete copies unless the config says otherwise. Collective; blocks."""
     init_distributed()
-    given = config if config is not None else config_params
-    if given is not None:
-        raw, _ = read_raw(given)
-        kwargs["config"] = {**raw, "tiermem": {"durability": "none", **raw.get("tiermem", {})}}
-    return start(*args, **kwargs)
+    given = next(
+        (each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None), None
+    )
+    if given is None:
+        return start(args, *more, **kwargs)
+    raw, source = read_raw(given)
+    own = {"durability": "none", **raw.get("tiermem", {})}
+    kwargs["config"] = {**raw, "tiermem": own}
+    with named_in_errors(source):
+        return start(args, *more, **kwargs)
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:

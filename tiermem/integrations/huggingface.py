@@ -43,6 +43,7 @@ from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.interchange.write import in_own_format
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import Beside, save, wait
+from tiermem.config.load import is_json
 from tiermem.config.root import TiermemConfig
 from tiermem.engine.choice import OptimizerChoice, choose_optimizer, take_over
 from tiermem.engine.engine import cast_model
@@ -141,6 +142,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # as transformers does for models on several devices: no DataParallel
         if not isinstance(self._asked, OffloadPolicy) and self._asked != AUTO:
+            if isinstance(self._asked, (str, os.PathLike)) and not is_json(self._asked):
+                self._asked = os.path.abspath(self._asked)  # it is read again when the schedule is made
             self._config = config_beside(self._asked, self.args, hidden_size_of(self.model))
         super().create_accelerator_and_postprocess()
 
