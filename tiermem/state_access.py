@@ -75,12 +75,17 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns a parameter's reduced gradient in fp32. Collective; blocks.
+    """Returns a parameter's reduced gradient in fp32; before it is reduced, that of this rank. Collective; blocks.
 
-    Returns None for a frozen parameter, and for a parameter without gradient while others have one. Raises RuntimeError when
-    no reduced gradient exists (before backward, after the step), ValueError when the parameter is not sharded.
+    Below stage 2 gradients are reduced in backward of a step's last micro-batch, and inside no_sync not at all. Returns None
+    for a frozen parameter, and for a parameter without gradient while others have one. Raises RuntimeError when no gradient
+    exists (before backward, after the step), ValueError when the parameter is not sharded.
     """
-    return _whole(_find(param), _gradient_part)
+    place = _find(param)
+    own = place.shard.param.grad
+    if own is None or isinstance(own, ShardedGrad):
+        return _whole(place, _gradient_part)
+    return own.detach().to("cpu", torch.float32, copy=True) / place.shards.homes.num_micro_batches
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

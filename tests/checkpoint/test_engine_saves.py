@@ -56,11 +56,12 @@ def test_the_default_tag_counts_steps_and_latest_names_it(tmp_path: Path) -> Non
     engine.close()
 
 
-@pytest.mark.parametrize("method", ["save_checkpoint", "load_checkpoint"])
-def test_an_empty_folder_name_is_refused(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["save_checkpoint", "load_checkpoint", "save_16bit_model"])
+@pytest.mark.parametrize(("given", "told"), [("", "empty"), (None, "None"), (7, "7"), (b"out", "b'out'")])
+def test_what_names_no_folder_is_refused(given: Any, told: str, method: str, tmp_path: Path) -> None:
     engine = engine_on(tmp_path)
-    with pytest.raises(ValueError, match=r"_dir is empty; give the folder of checkpoints"):
-        getattr(engine, method)("")
+    with pytest.raises(ValueError, match=rf"_dir is {told}; give the folder of checkpoints"):
+        getattr(engine, method)(given)
     engine.close()
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tiermem
 from tiermem.config import ConfigError, load_config
 
 
@@ -42,6 +46,34 @@ def test_unknown_key_names_its_path_and_the_nearest_known(config: dict[str, Any]
 
 def test_unknown_key_like_no_other_is_told_to_go() -> None:
     assert "remove it" in problems({"qqqq": 1})["qqqq"]
+
+
+def test_a_comment_may_stand_in_every_object(tmp_path: Path) -> None:
+    text = """{"//": "one", "//": "two", "_comment": {"stage": 9}, "train_batch_size": 8,
+    "zero_optimization": {"_note": 1, "stage": 3, "offload_param": {"device": "nvme", "nvme_path": [{"path": "/a", "//": 1}]}},
+    "optimizer": {"type": "AdamW", "params": {"_lr": "warm", "lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {"_why": "", "warmup_num_steps": 3}}, "flops_profiler": {"_on": true}}"""
+    (tmp_path / "ds.json").write_text(text, "utf-8")
+    config = load_config(tmp_path / "ds.json")
+    assert config.optimizer is not None and config.optimizer.params.lr == 0.5
+    assert config.scheduler is not None and config.scheduler.params == {"warmup_num_steps": 3}
+    assert config.zero_optimization.stage == 3
+
+
+def test_what_no_key_can_give_is_told_by_what_to_use_instead() -> None:
+    assert 'use "bf16"' in problems({"fp8": {"enabled": True}})["fp8"]
+    assert load_config({"fp8": {"enabled": False}}).precision == "fp32"
+
+
+@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu"])
+def test_a_batch_size_that_a_trainer_would_fill_in_is_told(key: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({key: "auto", "gradient_accumulation_steps": "auto"}), "utf-8")
+    with pytest.raises(
+        ConfigError, match=f'^{tmp_path}/ds.json: neither .* is given; .*; {key} "auto" is for a Trainer'
+    ):
+        tiermem.initialize(model=torch.nn.Linear(2, 2), config=tmp_path / "ds.json")
+    with pytest.raises(ConfigError, match=r"^the config: neither [^']*are to be accumulated$"):
+        tiermem.initialize(model=torch.nn.Linear(2, 2), config={})
 
 
 def test_problems_are_found_all_at_once() -> None:

@@ -324,20 +324,30 @@ def test_an_unused_parameter_has_no_gradient_while_others_have(tmp_path: Path) -
         assert not torch.equal(safe_get_full_fp32_param(model.head.weight), before)
 
 
-def test_a_gradient_that_has_not_been_reduced_is_not_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_has_not_been_reduced_is_that_of_this_rank(stage: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": stage},
     }
+    twin = seeded(Tower)
     engine, _, _, _ = tiermem.initialize(model=seeded(Tower), config=config)
-    engine.backward(loss_of(engine, 0))
-    with pytest.raises(RuntimeError, match="has not been reduced over the ranks yet: below stage 2"):
-        safe_get_full_grad(engine.module.head.weight)
-    engine.step()
-    engine.backward(loss_of(engine, 1))
-    assert safe_get_full_grad(engine.module.head.weight) is not None
+    weight = engine.module.head.weight
+    for micro in range(2):
+        with engine.no_sync():
+            loss_of(engine, micro).backward()
+            (loss_of(twin, micro) / 2).backward()
+            found = safe_get_full_grad(weight)
+            assert found is not None
+            torch.testing.assert_close(found, twin.head.weight.grad)
+            found.zero_()  # a copy
+        if stage < 2 and micro == 0:
+            with pytest.raises(RuntimeError, match="has not been reduced over the ranks yet: below stage 2"):
+                safe_set_full_grad(weight, torch.zeros_like(found))
+        engine.step()
+    assert engine.was_step_applied()
     engine.close()
 
 

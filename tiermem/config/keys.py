@@ -56,6 +56,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         f"{_OPTIM}.super_offload": "SuperOffload does not exist here, nor its step_subgroup and rollback_subgroup; "
         "tiermem.step_in_backward steps each unit while backward runs. Remove the key",
         f"{_OPTIM}.cpuadam_cores_perc": "it belongs to SuperOffload, which does not exist; remove the key",
+        "fp8": 'nothing computes in 8 bits here; use "bf16", and tiermem.precision "tiny" for small optimizer states',
         "amp": 'apex amp cannot be combined with ZeRO; use "bf16" or "fp16"',
         "seq_parallel_communication_data_type": "sequence parallelism does not exist; remove it",
         "optimizer.params.bias_correction": "moments are always corrected for their start; remove the key",

@@ -22,7 +22,9 @@ from tiermem.config.root import TiermemConfig
 def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConfig) -> TiermemConfig:
     """Reads and checks a config: a mapping, the path of a JSON file, JSON text (starting with `{`), or a TiermemConfig.
 
-        given --read--> dict (no key twice) --note "auto"--> --validate--> TiermemConfig, or ConfigError with every problem
+        given --read--> dict (no key twice) --drop comments--> --note "auto"--> --validate--> TiermemConfig, or ConfigError
+
+    A comment is a key that begins with `_` or `//`, in any object. ConfigError has every problem.
 
     HJSON (comments, no quotes) is read if the package `hjson` is installed. Raises ConfigError (a ValueError) that lists
     every problem; OSError when the file cannot be read. It never changes the given value.
@@ -30,6 +32,7 @@ def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConf
     if isinstance(config, TiermemConfig):
         return config
     raw, source = read_raw(config)
+    raw = _without_comments(raw)
     try:
         read = TiermemConfig.model_validate(raw)
     except pydantic.ValidationError as error:
@@ -83,6 +86,16 @@ def is_json(given: str | os.PathLike[str]) -> bool:
     return isinstance(given, str) and given.lstrip().startswith("{")
 
 
+def _without_comments(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_comments(inner) for key, inner in value.items() if not _is_comment(key)}
+    return [_without_comments(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_comment(key: object) -> bool:
+    return isinstance(key, str) and key.startswith(("_", "//"))
+
+
 def _auto_paths(raw: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key, value in raw.items():
         if isinstance(value, Mapping):
@@ -120,7 +133,7 @@ def _parsed_as_hjson(text: str, source: str, first: json.JSONDecodeError, repeat
 
 
 def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
-    repeated += [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    repeated += [key for key, count in Counter(key for key, _ in pairs).items() if count > 1 and not _is_comment(key)]
     return dict(pairs)
 
 

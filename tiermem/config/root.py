@@ -289,7 +289,13 @@ class TiermemConfig(ConfigModel):
             micro, accumulation = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
             sizes = solve_batch(self.train_batch_size, micro, accumulation, num_ranks)
         except ValueError as error:
-            raise ConfigError([Problem("", str(error))]) from error
+            auto = [key for key in ("train_batch_size", "train_micro_batch_size_per_gpu") if key in self._auto_keys]
+            hint = (
+                f'; {" and ".join(auto)} "auto" is for a Trainer, whose arguments fill it in: write numbers'
+                if auto
+                else ""
+            )
+            raise ConfigError([Problem("", f"{error}{hint}")]) from error
         if self.tiermem.step_in_backward and sizes.accumulation > 1:
             raise ConfigError([Problem("tiermem.step_in_backward", _NO_ACCUMULATION.format(sizes.accumulation))])
         return sizes

@@ -18,7 +18,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
+from tiermem.checkpoint.format.finding import named_folder
 from tiermem.config import OffloadDevice, OffloadState, TiermemConfig
 from tiermem.config.optimizer import solve_batch
 from tiermem.engine.checkpoints import EngineCheckpoints, consolidated, save_weights
@@ -402,7 +402,7 @@ class Engine(EngineCheckpoints, nn.Module):
         Returns whether it wrote. With partitioned parameters it writes only if `stage3_gather_16bit_weights_on_model_save` is
         on. Collective; blocks. Raises OSError on all ranks when rank 0 cannot write; then no file is changed.
         """
-        path = Path(save_dir) / save_filename
+        path = named_folder("save_dir", save_dir) / save_filename
         if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
             return False

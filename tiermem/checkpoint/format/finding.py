@@ -274,7 +274,12 @@ def written(path: Path, base: Path) -> str:
 
 
 def named_folder(argument: str, folder: str | os.PathLike[str]) -> Path:
-    """The folder that the user gave. Raises ValueError for an empty name, which pathlib would read as the working directory."""
+    """The folder that the user gave. Raises ValueError for what is no path, and for an empty one.
+
+    pathlib would read an empty one as the working directory.
+    """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise ValueError(f"{argument} is {folder!r}; give the folder of checkpoints, a path")
     if not os.fspath(folder):
         raise ValueError(f"{argument} is empty; give the folder of checkpoints, '.' for the working directory")
     return Path(folder)
