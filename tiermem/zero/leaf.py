@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import nn
 
 from tiermem.policy import LeafRules
@@ -121,7 +122,7 @@ def is_routed(module: nn.Module) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called: bare containers cannot."""
-    return type(module).forward is not nn.Module.forward
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
 
 
 def _has_router(module: nn.Module, num_experts: int) -> bool:

@@ -55,6 +55,11 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
                 "parameter and torch.view_as_complex that in forward, or freeze it"
             )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.RecursiveScriptModule) and next(module.parameters(), None) is not None:
+            raise ValueError(
+                f"module {name or 'model'!r} was made by torch.jit.script, which takes no hooks that fetch its weights: keep "
+                "the module itself and compile it by engine.compile() or torch.compile, or trace it (torch.jit.trace)"
+            )
         if is_trained and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.weight.requires_grad:
             _check_embedding(name, module)
 
