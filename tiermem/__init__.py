@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tiermem.engine import Engine as Engine
     from tiermem.engine import initialize as initialize
     from tiermem.engine.sharding import shard as shard
+    from tiermem.integrations.as_deepspeed import add_config_arguments as add_config_arguments
     from tiermem.integrations.as_deepspeed import as_deepspeed as as_deepspeed
     from tiermem.integrations.models import from_pretrained as from_pretrained
     from tiermem.optim.classes import SGD as SGD
@@ -66,6 +67,7 @@ _HOMES = {
     "Shards": "tiermem.zero.shards",
     "TensorStore": "tiermem.swap.store",
     "Tier": "tiermem.swap.tier",
+    "add_config_arguments": "tiermem.integrations.as_deepspeed",
     "as_deepspeed": "tiermem.integrations.as_deepspeed",
     "chunked_cross_entropy": "tiermem.zero.chunked_loss",
     "export_weights": "tiermem.weights",

@@ -389,6 +389,15 @@ class Engine(EngineCheckpoints, nn.Module):
         self._accumulation.num_micro_batches = self._sizes.accumulation
         self._losses.begin_step(self._sizes.accumulation)
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the samples of a micro-batch, of which the caller's loader gives so many; their number in a step stays.
+
+        Raises ValueError below 1.
+        """
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
+        self._sizes = solve_batch(None, micro_batch_size, self._sizes.accumulation, self.shards.topology.world)
+
     # ---- weights, whole --------------------------------------------------------------------------------------------------
 
     def save_16bit_model(

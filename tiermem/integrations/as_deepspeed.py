@@ -12,6 +12,7 @@ Saved checkpoints are complete copies, as DeepSpeed's are, unless the config set
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -69,6 +70,14 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     if not dist.is_initialized():
         hold_no_group()
         dist.init_process_group(backends_of(find_device()), store=HashStore(), rank=0, world_size=1)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config, which `initialize(args, ...)` reads; returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "the config of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="for the script itself; tiermem does not read it")
+    group.add_argument("--deepspeed_config", help="the JSON file of the config")
+    return parser
 
 
 def get_accelerator() -> Any:
@@ -141,6 +150,25 @@ class DeepSpeedCPUAdam:
         return kind(_without_speed(model_params), lr, betas, eps, weight_decay, amsgrad)
 
 
+class FusedAdam:
+    """Makes the same from the arguments of DeepSpeed's FusedAdam."""
+
+    def __new__(
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> Any:
+        """Raises ValueError as DeepSpeedCPUAdam."""
+        return DeepSpeedCPUAdam(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+
+
 class DeepSpeedCPUAdagrad(Adagrad):
     """Adagrad under DeepSpeed's arguments, and adamw_mode, which Accelerate gives every optimizer."""
 
@@ -164,13 +192,18 @@ class DeepSpeedCPULion(Lion):
         super().__init__(_without_speed(model_params), lr, betas, weight_decay)
 
 
+FusedLion = DeepSpeedCPULion
+
+
 # ---- the modules -------------------------------------------------------------------------------------------------------
 
 _HERE = "tiermem.integrations.as_deepspeed"
 _ALL = "*"  # every name of a module of tiermem
 
 NAMES: Mapping[str, Mapping[str, Sequence[str] | str]] = {
-    "deepspeed": {_HERE: ("initialize", "init_distributed", "DeepSpeedEngine")},
+    "deepspeed": {
+        _HERE: ("initialize", "init_distributed", "add_config_arguments", "DeepSpeedEngine"),
+    },
     "deepspeed.accelerator": {_HERE: ("get_accelerator",)},
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": {_HERE: ("clone_tensors_for_torch_save",)},
@@ -182,12 +215,16 @@ NAMES: Mapping[str, Mapping[str, Sequence[str] | str]] = {
     "deepspeed.launcher.runner": {_HERE: ("DEEPSPEED_ENVIRONMENT_NAME",)},
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": {_HERE: ("DeepSpeedCPUAdagrad",)},
-    "deepspeed.ops.adam": {_HERE: ("DeepSpeedCPUAdam",)},
-    "deepspeed.ops.lion": {_HERE: ("DeepSpeedCPULion",)},
+    "deepspeed.ops.adam": {_HERE: ("DeepSpeedCPUAdam", "FusedAdam")},
+    "deepspeed.ops.lion": {_HERE: ("DeepSpeedCPULion", "FusedLion")},
     "deepspeed.runtime": {},
+    "deepspeed.runtime.dataloader": {"tiermem.utils": ("RepeatingLoader",)},
     "deepspeed.runtime.engine": {_HERE: ("DeepSpeedEngine",)},
     "deepspeed.runtime.lr_schedules": {_HERE: ("VALID_LR_SCHEDULES",), "tiermem.schedule": VALID_LR_SCHEDULES},
     "deepspeed.runtime.zero": {_HERE: ("Init",), "tiermem.zero": _ALL},
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {"tiermem.zero": ("TiledMLP",)},
+    "deepspeed.runtime.zero.offload_config": {"tiermem.zero": ("OffloadDeviceEnum", "OffloadStateTypeEnum")},
     "deepspeed.runtime.zero.partition_parameters": {
         _HERE: ("Init", "zero_wrapper_for_fp_tensor_constructor"),
         "tiermem.zero.partition_parameters": _ALL,
@@ -256,7 +293,9 @@ def _look_up(module: str, name: str) -> Any:
         found = importlib.import_module(source)
         if (names == _ALL and hasattr(found, name) and not name.startswith("_")) or name in names:
             return getattr(found, name)
-    raise AttributeError(f"{module}.{name} is not one of the names of DeepSpeed that tiermem answers")
+    raise AttributeError(
+        f"{module}.{name} is not one of the names of DeepSpeed that tiermem answers: docs/from_deepspeed.md says what to use"
+    )
 
 
 def main() -> None:

@@ -2,11 +2,13 @@
 
 safe_get_*, safe_set_*, safe_update_*    tiermem.state_access
 *z3_leaf_module*, z3_leaf_parameter      tiermem.zero.leaf
+RepeatingLoader                          tiermem.engine.start
 zero_to_fp32.*                           tiermem.checkpoint.zero_to_fp32
 """
 
 from __future__ import annotations
 
+from tiermem.engine.start import RepeatingLoader as RepeatingLoader
 from tiermem.state_access import safe_get_full_fp32_param as safe_get_full_fp32_param
 from tiermem.state_access import safe_get_full_grad as safe_get_full_grad
 from tiermem.state_access import safe_get_full_optimizer_state as safe_get_full_optimizer_state

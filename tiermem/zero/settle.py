@@ -55,7 +55,8 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
                 "parameter and torch.view_as_complex that in forward, or freeze it"
             )
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.RecursiveScriptModule) and next(module.parameters(), None) is not None:
+        is_scripted = isinstance(module, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]  # torch documents it
+        if is_scripted and next(module.parameters(), None) is not None:
             raise ValueError(
                 f"module {name or 'model'!r} was made by torch.jit.script, which takes no hooks that fetch its weights: keep "
                 "the module itself and compile it by engine.compile() or torch.compile, or trace it (torch.jit.trace)"
