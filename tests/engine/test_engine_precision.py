@@ -257,6 +257,30 @@ def test_torchs_own_optimizers_are_taken_over(name: str, tmp_path: Path) -> None
     engine.close()
 
 
+class Normed(torch.nn.Module):
+    """A model with a batch norm, whose statistics are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).float().square().mean()
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_a_batch_norm_on_the_cpu_names_the_key_that_makes_it_run(half: str, tmp_path: Path) -> None:
+    cfg = config("cpu", tmp_path, **{half: {"enabled": True}})
+    with pytest.raises(ValueError, match=rf'module .inner.1.: .*Set data_types.buffer_dtype to "{half}"'):
+        tiermem.initialize(model=Normed(), config=cfg)
+    engine, _, _, _ = tiermem.initialize(model=Normed(), config=cfg | {"data_types": {"buffer_dtype": half}})
+    before = engine.module.inner[1].running_mean.clone()
+    engine.backward(engine(torch.ones(4, 8).to(before.dtype)))
+    engine.step()
+    assert not torch.equal(engine.module.inner[1].running_mean, before)
+    engine.close()
+
+
 # ---- autocast --------------------------------------------------------------------------------------------------------
 
 

@@ -59,11 +59,12 @@ from tiermem.zero.unit_state import LiveUnit
 #     in every forward                      inputs to fp16 (fp16.auto_cast); torch.autocast (torch_autocast)
 
 
-def cast_model(model: nn.Module, config: TiermemConfig) -> None:
+def cast_model(model: nn.Module, config: TiermemConfig, device: torch.device) -> None:
     """Casts floating-point parameters to bf16 or fp16, and buffers to the config's buffer_dtype; without those, none.
 
     Parameters and buffers keep their identity. Those of a model that zero.Init built keep their dtype, as in DeepSpeed, also
-    adapters that were added in another. Raises ValueError when zero.Init built none in the config's dtype.
+    adapters that were added in another. Raises ValueError when zero.Init built none in the config's dtype, and for a batch norm
+    whose statistics the device cannot take beside its weights.
     """
     dtype = None if config.precision == "fp32" else DTYPES[config.precision]  # None: parameters keep the user's dtype
     of_buffers = DTYPES[name] if (name := config.data_types.buffer_dtype) is not None else None
@@ -77,6 +78,15 @@ def cast_model(model: nn.Module, config: TiermemConfig) -> None:
     for buffer in model.buffers() if of_buffers is not None else ():  # else rotary frequencies stay in fp32
         if buffer.dtype.is_floating_point:
             buffer.data = buffer.data.to(of_buffers)
+    for name, module in model.named_modules() if device.type == "cpu" and dtype is not None else ():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.running_mean is not None:
+            weights, kept = module.weight.dtype, module.running_mean.dtype
+            if weights != kept:
+                raise ValueError(
+                    f"module {name or 'model'!r}: torch's batch norm on the CPU takes no {kept} statistics beside {weights} "
+                    f'weights. Set data_types.buffer_dtype to "{config.precision}", which casts all buffers, or leave '
+                    f"{config.precision} out"
+                )
 
 
 class Autocast(NamedTuple):
@@ -225,7 +235,7 @@ class Engine(EngineCheckpoints, nn.Module):
         sharing = group if group is not None else built_with(model).group
         self._sizes = config.batch(dist.get_world_size(sharing) if has_ranks else 1)
         choice = choose_optimizer(config, model, optimizer, parameters)
-        cast_model(model, config)
+        cast_model(model, config, device)
         agree_on_engine(config, self._sizes, choice, model, device)
         self._autocast = Autocast.of(config, device.type)
         fields = self._autocast.policy_fields() | ({"num_moments": choice.num_moments} if choice else {})

@@ -232,7 +232,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         if found is None:
             policy = self._policy(num_moments)
             if self._config is not None:
-                cast_model(self.model, self._config)
+                cast_model(self.model, self._config, self.args.device)
             found, self._is_owner = shard_for_passes(self.model, policy, None, self.args.device, is_trained), True
             set_called_together(self.model, found.topology.world > 1)
             if policy.accumulation == "layers" and is_trained:
