@@ -53,6 +53,7 @@ def test_the_default_tag_counts_steps_and_latest_names_it(tmp_path: Path) -> Non
     assert manifest.config["train_micro_batch_size_per_gpu"] == 1
     engine.save_checkpoint(tmp_path / "out", 7, save_latest=False)
     assert (tmp_path / "out" / "7" / "tiermem.json").exists() and latest_of(tmp_path / "out") == "global_step3"
+    assert engine.load_checkpoint(tmp_path / "out", 7)[0] is not None  # type: ignore[arg-type]  # as it was saved
     engine.close()
 
 

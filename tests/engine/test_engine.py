@@ -301,6 +301,14 @@ def test_a_model_may_come_first_or_after_args(tmp_path: Path) -> None:
         ({"args": nn.Linear(2, 2)}, ValueError, "two models are given"),
         ({"mpu": Mpu(2)}, ValueError, "mpu has 2 model-parallel ranks"),
         ({"mesh_param": (1, 2)}, ValueError, "sequence parallelism does not exist"),
+        ({"mesh_param": 2}, ValueError, "mesh_param is 2: sequence parallelism does not exist"),
+        ({"mpu": "x"}, ValueError, "mpu is 'x'; give an object with get_data_parallel_group"),
+        ({"model": "gpt2"}, ValueError, r"model is 'gpt2'; give a torch.nn.Module"),
+        ({"optimizer": "adam"}, ValueError, "optimizer is 'adam'; give an optimizer, or a function"),
+        ({"lr_scheduler": "WarmupLR"}, ValueError, "lr_scheduler is 'WarmupLR'; give a schedule, or a function"),
+        ({"model_parameters": 3}, ValueError, "model_parameters is 3; give parameters or groups"),
+        ({"model_parameters": "weight"}, ValueError, "model_parameters is 'weight'; give parameters or groups"),
+        ({"training_data": 3}, ValueError, "training_data is 3; give a data set"),
         ({"dist_init_required": False}, RuntimeError, "there is no process group"),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
@@ -309,7 +317,30 @@ def test_arguments_that_ask_for_what_is_not_there_are_refused(
     given: dict[str, Any], error: type[Exception], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=said):
-        tiermem.initialize(model=zoo.Tower(), config=config("cpu", tmp_path), **given)
+        tiermem.initialize(**{"model": zoo.Tower(), "config": config("cpu", tmp_path)} | given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("set_train_batch_size", "8", "train_batch_size is '8'; it must be a whole number"),
+        ("train_batch", None, "train_batch takes an iterator of micro-batches; given None"),
+    ],
+)
+def test_an_engine_names_what_it_cannot_take(name: str, given: Any, said: str, tmp_path: Path) -> None:
+    engine = tiermem.initialize(model=seeded(zoo.Tower), config=config("cpu", tmp_path))[0]
+    with pytest.raises(ValueError, match=said):
+        getattr(engine, name)(given)
+    with pytest.raises(ValueError, match="client_state is 3; give a dict"):
+        engine.save_checkpoint(tmp_path / "out", client_state=3)  # type: ignore[arg-type]
+    engine.close()
+
+
+def test_shard_names_what_it_cannot_take() -> None:
+    with pytest.raises(ValueError, match=r"policy is a dict; give an OffloadPolicy: tiermem.config.load_config"):
+        tiermem.shard(zoo.Tower(), {"stage": 3})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model is 'gpt2'; give a torch.nn.Module"):
+        tiermem.shard("gpt2")  # type: ignore[arg-type]
 
 
 def test_one_process_without_a_launcher_needs_no_group() -> None:

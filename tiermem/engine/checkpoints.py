@@ -192,6 +192,8 @@ class EngineCheckpoints(EngineFacts):
         are those of tiermem.checkpoint.save.
         """
         self._tell_of_gradients()
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise ValueError(f"client_state is {client_state!r:.60}; give a dict")
         return save(
             self.shards,
             self.optimizer,
@@ -250,7 +252,7 @@ class EngineCheckpoints(EngineFacts):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         given = named_folder("load_dir", load_dir)
-        with in_own_format(self.shards.topology, given, tag) as (folder, own_tag):
+        with in_own_format(self.shards.topology, given, None if tag is None else str(tag)) as (folder, own_tag):
             loaded = load(
                 self.shards,
                 self.optimizer,

@@ -318,6 +318,8 @@ class Engine(EngineCheckpoints, nn.Module):
         "layers" needs a chain of blocks; the gradients are then forgotten.
         """
         self._check_trains()
+        if not isinstance(data_iter, Iterable):
+            raise ValueError(f"train_batch takes an iterator of micro-batches; given {data_iter!r:.60}")
         micros = list(itertools.islice(data_iter, self._sizes.accumulation))
         if not micros:
             raise StopIteration("train_batch: no micro-batch is left")
@@ -395,6 +397,8 @@ class Engine(EngineCheckpoints, nn.Module):
 
         Raises ValueError, with the arithmetic, unless it is a multiple of micro-batch size times number of ranks.
         """
+        if not isinstance(train_batch_size, int):
+            raise ValueError(f"train_batch_size is {train_batch_size!r}; it must be a whole number")
         self._sizes = solve_batch(train_batch_size, self._sizes.micro, None, self.shards.topology.world)
         self._accumulation.num_micro_batches = self._sizes.accumulation
         self._losses.begin_step(self._sizes.accumulation)
@@ -404,8 +408,8 @@ class Engine(EngineCheckpoints, nn.Module):
 
         Raises ValueError below 1.
         """
-        if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
+        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {micro_batch_size!r}; it must be a whole number, at least 1")
         self._sizes = solve_batch(None, micro_batch_size, self._sizes.accumulation, self.shards.topology.world)
 
     # ---- weights, whole --------------------------------------------------------------------------------------------------

@@ -34,6 +34,13 @@ def shard(
     Collective; blocks. Raises ValueError, with the arithmetic, when the policy cannot be met, and OSError when a path is
     missing, not writable or too full; both before any weight is moved.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {model!r:.60}; give a torch.nn.Module")
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise ValueError(
+            f"policy is a {type(policy).__name__}; give an OffloadPolicy: tiermem.config.load_config(...).policy() makes one "
+            "of a config, and tiermem.initialize takes the config itself"
+        )
     if policy is not None and policy.accumulation == "layers":
         raise ValueError(
             "accumulation \"layers\" is the engine's and TiermemTrainer's, which see all micro-batches of a step: use "

@@ -227,6 +227,7 @@ def initialize(
         args, model = None, args
     if model is None:
         raise ValueError("initialize needs a model")
+    _check_kinds(model, optimizer, lr_scheduler, model_parameters, training_data)
     given = config if config is not None else config_params
     if given is None:
         given = getattr(args, "deepspeed_config", None)
@@ -257,18 +258,36 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
+def _check_kinds(model: Any, optimizer: Any, scheduler: Any, parameters: Any, data: Any) -> None:
+    """Raises ValueError for arguments of another kind than `initialize` takes."""
+    for name, given, is_so, allowed in (
+        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer),
+         "an optimizer, or a function of the parameters that makes one; the config names one by its type"),
+        ("lr_scheduler", scheduler, isinstance(scheduler, LRScheduler) or callable(scheduler),
+         "a schedule, or a function of the optimizer that makes one; the config names one by its type"),
+        ("model_parameters", parameters, isinstance(parameters, Iterable) and not isinstance(parameters, (str, torch.Tensor)),
+         "parameters or groups of them, such as model.parameters()"),
+        ("training_data", data, hasattr(data, "__getitem__") or hasattr(data, "__iter__"), "a data set"),
+    ):  # fmt: skip
+        if given is not None and not is_so:
+            raise ValueError(f"{name} is {given!r:.60}; give {allowed}")
+
+
 def _sharing(mpu: Any, mesh_param: Sequence[int] | None) -> dist.ProcessGroup | None:
     """Returns the group of ranks that share the model, or None when mpu is not given.
 
     Raises ValueError when ranks would divide layers or sequences.
     """
-    if mesh_param is not None and list(mesh_param[1:]) != [1]:
+    if mesh_param is not None and (not isinstance(mesh_param, Sequence) or list(mesh_param[1:]) != [1]):
         raise ValueError(
-            f"mesh_param is {tuple(mesh_param)}: sequence parallelism does not exist here; give (data-parallel ranks, 1), or "
+            f"mesh_param is {mesh_param!r}: sequence parallelism does not exist here; give (data-parallel ranks, 1), or "
             "leave it out"
         )
     if mpu is None:
         return None
+    if not hasattr(mpu, "get_data_parallel_group"):
+        raise ValueError(f"mpu is {mpu!r:.60}; give an object with get_data_parallel_group(), or leave it out")
     names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
     size = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 1)
     if size != 1:
