@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -13,10 +14,12 @@ from typing import Any
 
 import fork_server
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate import PartialState
 from as_deepspeed_cases import CASES, table
 from forks import free_port
 from safetensors.torch import load_file
@@ -24,7 +27,7 @@ from trainings import Trainer, train
 from transformers import AutoModelForCausalLM
 
 import tiermem
-from tiermem.integrations.as_deepspeed import main
+from tiermem.integrations.as_deepspeed import initialize, main
 
 HERE = Path(__file__).parent
 MAIN = HERE.parent.parent / "tiermem" / "as_deepspeed.py"
@@ -113,6 +116,28 @@ def test_it_is_refused_after_transformers_or_deepspeed_was_imported(monkeypatch:
     monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
     with pytest.raises(RuntimeError, match=r"after deepspeed was imported: call it before"):
         tiermem.as_deepspeed()
+
+
+def test_an_accelerate_that_counts_other_processes_than_the_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    try:
+        with pytest.raises(ValueError, match=r"Accelerate counts 2 processes, and the launcher has started 1, .*gloo"):
+            initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_config_of_the_script_s_arguments_makes_complete_copies(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 3, "optimizer": {"type": "AdamW"}}), "utf-8")
+    (tmp_path / "wrong.json").write_text(json.dumps({"gradient_accumulation_steps": 3}), "utf-8")
+    try:
+        engine = initialize(argparse.Namespace(deepspeed_config=tmp_path / "ds.json"), torch.nn.Linear(2, 2))[0]
+        assert engine.config.tiermem.durability == "none"
+        engine.close()
+        with pytest.raises(ValueError, match=f"^{tmp_path}/wrong.json: neither train_batch_size nor"):
+            initialize(model=torch.nn.Linear(2, 2), config=str(tmp_path / "wrong.json"))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_script_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

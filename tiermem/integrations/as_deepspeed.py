@@ -52,6 +52,7 @@ VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "W
 def initialize(args: Any = None, *more: Any, config: Any = None, config_params: Any = None, **kwargs: Any) -> Any:
     """tiermem.initialize, whose checkpoints are complete copies unless the config says otherwise. Collective; blocks."""
     init_distributed()
+    _check_processes()
     given = next(
         (each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None), None
     )
@@ -62,6 +63,20 @@ def initialize(args: Any = None, *more: Any, config: Any = None, config_params: 
     kwargs["config"] = {**raw, "tiermem": own}
     with named_in_errors(source):
         return start(args, *more, **kwargs)
+
+
+def _check_processes() -> None:
+    """Raises ValueError when Accelerate counts other processes than the launcher has started."""
+    known: Mapping[str, Any] = (
+        sys.modules["accelerate"].PartialState._shared_state if "accelerate" in sys.modules else {}
+    )
+    counted, started = known.get("num_processes"), dist.get_world_size()
+    if counted not in (None, started):
+        raise ValueError(
+            f"Accelerate counts {counted} processes, and the launcher has started {started}, so that batches and data would be "
+            f"those of {counted}. Without an accelerator give Accelerator(kwargs_handlers=[InitProcessGroupKwargs("
+            'backend="gloo")]); with one, start the script by `accelerate launch`, or by torchrun alone'
+        )
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
