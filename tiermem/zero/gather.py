@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +41,10 @@ from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Unit, ranges_in
 #     single       one parameter after the other, so that at most one parameter is buffered
 #
 # gloo's all-gather collects into a tensor as large as everything gathered, and copies from there. So between CPUs each
-# rank's part travels as a message to each of the others and is received in its final place. NCCL gathers in place.
+# rank's part travels as a message to each of the others and is received in its final place. NCCL gathers in place, where
+# the places of all ranks lie one behind the other. Else (a part of a parameter, one rank of every node) the pieces travel
+# through a flat buffer, and the wait copies them out. torch's all_gather of a list would do that as well, but in a group
+# of calls it queues those copies before NCCL launches the gather.
 
 _Call = Callable[[], Sequence[Any]]  # starts transfers and returns the handles to wait for
 
@@ -146,20 +150,21 @@ class UnitGather(Gather):
         return _Exchange(each.among, num_bytes, calls, marked_in=group)
 
     def _all_gathers(self, indices: list[int], each: _Round) -> _Exchange:
-        """The same round as all-gathers, in one backend call where torch can group them; in place where a row is contiguous."""
-        group, num_bytes = self._topology.group_of(each.among), 0
-        is_whole = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows)
-        is_whole = is_whole and all(self._parts[index].is_whole for index in indices)
+        """The same round as one backend call: in place where the pieces of a row lie one behind the other, else flat."""
+        group = self._topology.group_of(each.among)
+        places = [[self._pieces[index][place] for place in row] for index in indices for row in each.rows]
+        num_bytes = sum(piece.nbytes for row in places for piece in row)
+        is_in_place = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows)
+        if not (is_in_place and all(self._parts[index].is_whole for index in indices)):
+            return _Exchange(each.among, num_bytes, [partial(_gather_flat, group, each.me, places)])
         calls: list[_Call] = []
-        for part, pieces in ((self._parts[index], self._pieces[index]) for index in indices):
-            for row in each.rows:
-                mine, start = pieces[row[each.me]], part.in_full(row[0]).start
-                num_bytes += mine.nbytes * len(row)
-                whole = self._full[start : start + len(row) * part.numel] if is_whole else [pieces[i] for i in row]
-                calls.append(partial(_all_gather, whole, mine, group))
+        for row in places:
+            first = row[0].storage_offset() - self._full.storage_offset()
+            whole = self._full[first : first + len(row) * row[0].numel()]
+            calls.append(partial(_gather_in_place, group, whole, row[each.me]))
         if self._full.device.type == "cpu":  # grouping gains nothing, and a grouped call has no wait with a time-out
             return _Exchange(each.among, num_bytes, calls)
-        return _Exchange(each.among, num_bytes, calls, _grouping(group, None if is_whole else self._full.device))
+        return _Exchange(each.among, num_bytes, calls, _grouping(group))
 
 
 class _Exchange(NamedTuple):
@@ -203,18 +208,39 @@ def _rounds_of(topology: Topology) -> list[_Round]:
     ]
 
 
-def _all_gather(whole: torch.Tensor | list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> list[Any]:
-    """Starts the gather of every rank's `mine` into one tensor, or into one tensor per rank."""
-    if isinstance(whole, list):
-        return [dist.all_gather(whole, mine, group=group, async_op=True)]
+def _gather_in_place(group: dist.ProcessGroup, whole: torch.Tensor, mine: torch.Tensor) -> list[Any]:
+    """Starts the gather of every rank's piece into the tensor that holds this rank's."""
     return [newest(dist.all_gather_into_tensor)(whole, mine, group=group, async_op=True)]
 
 
-def _grouping(
-    group: dist.ProcessGroup, device: torch.device | None
-) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+def _gather_flat(group: dist.ProcessGroup, me: int, places: list[list[torch.Tensor]]) -> list[Any]:
+    """Starts the gather of every rank's pieces through one buffer; rank r's pieces come to place r of each row."""
+    mine = torch.cat([row[me] for row in places])
+    come = mine.new_empty(len(places[0]), mine.numel())
+    work = newest(dist.all_gather_into_tensor)(come.view(-1), mine, group=group, async_op=True)
+    return [_Flat(work, come, places, mine)]
+
+
+class _Flat:
+    """A gather into a buffer, under way. Its wait copies the pieces of the other ranks to their places."""
+
+    def __init__(self, work: Any, come: torch.Tensor, places: list[list[torch.Tensor]], mine: torch.Tensor) -> None:
+        self._work = work
+        self._come = come
+        self._places = places
+        self._mine = mine  # read until the work has ended
+
+    def wait(self, *limit: timedelta) -> None:
+        """Waits as the work does, then copies: on an accelerator both on the current stream. Raises RuntimeError."""
+        self._work.wait(*limit)
+        sizes = [row[0].numel() for row in self._places]
+        pieces = [piece for rank in self._come for piece in rank.split_with_sizes(sizes)]
+        torch._foreach_copy_([row[rank] for rank in range(len(self._come)) for row in self._places], pieces)
+
+
+def _grouping(group: dist.ProcessGroup) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
     manager = getattr(dist.distributed_c10d, "_coalescing_manager", None)  # private to torch; else calls are separate
-    return None if manager is None else partial(manager, group, device, async_ops=True)
+    return None if manager is None else partial(manager, group, None, async_ops=True)
 
 
 def spans_of(unit: Unit, num_shards: int, limit_numel: int) -> list[slice]:
