@@ -21,6 +21,10 @@ def register(sim: Any) -> None:
 
     def create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl-gloo", store), rank, size, timeout=timeout)
-        return sim.Group(gloo, store, rank, size)
+        made = sim.Group(gloo, store, rank, size, timeout)
+        world = dist.group.WORLD  # None while it is made
+        if world is not None and world.bound_device_id is not None:
+            world._get_backend(world.bound_device_id).split()
+        return made
 
     dist.Backend.register_backend("simccl", create, devices=["sim"])

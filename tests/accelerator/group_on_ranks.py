@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -242,6 +245,74 @@ def coalesce(rank: int, size: int) -> None:
     assert [x[0].item() for x in many] == [sum(r + n for r in range(size)) for n in (1, 2, 3)]
 
 
+def launch_a_group_of_calls_at_its_end(rank: int, size: int) -> None:
+    """`startCoalescing`: the calls start together, after all that was queued before the end on the group's stream."""
+    x = torch.full((3,), rank + 1.0, device=HERE)
+    sims._start_coalescing(HERE)
+    sims.allreduce([x])
+    assert x.tolist() == [rank + 1.0] * 3
+    sims._end_coalescing(HERE).wait()
+    assert x.tolist() == [size * (size + 1) / 2] * 3
+    sims._start_coalescing(HERE)
+    assert sims._end_coalescing(HERE) is None
+
+
+def copy_a_list_out_before_its_group_is_launched(rank: int, size: int) -> None:
+    """`allgather`: its copies from the flat buffer are queued by the call. Memory that is new here is NaN."""
+    for is_grouped in (False, True):
+        x, outputs = torch.full((3,), rank + 1.0, device=HERE), [torch.zeros(3, device=HERE) for _ in range(size)]
+        grouped = dist._coalescing_manager(sims, HERE, async_ops=True) if is_grouped else contextlib.nullcontext()
+        with grouped as works:
+            work = dist.all_gather(outputs, x, group=sims, async_op=True)
+        (works or work).wait()
+        found = torch.stack(outputs).cpu()
+        assert bool(found.isnan().all()) if is_grouped else found[:, 0].tolist() == [1.0 + each for each in range(size)]
+
+
+def run_a_synchronous_call_on_the_callers_stream(rank: int, size: int) -> None:
+    """`collective`: with asyncOp false the current stream runs it, so nothing is to be waited for and no Work comes."""
+    x, side, options = torch.full((3,), rank + 1.0, device=HERE), torch.Stream(HERE), dist.AllreduceOptions()
+    options.asyncOp = False
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        assert sims.allreduce([x], options) is None
+        come = x.to("cpu", non_blocking=True)
+    side.synchronize()
+    assert come.tolist() == [size * (size + 1) / 2] * 3
+
+
+def keep_tensors_until_the_wait(rank: int, size: int) -> None:
+    """`stashed_for_allocator_safety_`: an asynchronous call's tensors live until its Work is waited for."""
+    before = sim.memory_allocated()
+    work = dist.all_reduce(torch.ones(1000, device=HERE), async_op=True)
+    assert sim.memory_allocated() >= before + 4000
+    work.wait()
+    assert sim.memory_allocated() == before
+
+
+def block_the_host_in_a_wait_with_a_time_out(rank: int, size: int) -> None:
+    x = torch.full((3,), rank + 1.0, device=HERE)
+    sim.reset_counts()
+    work = dist.all_reduce(x, async_op=True)
+    work.wait(timedelta(seconds=60))
+    assert sim.host_waits()["main"] == 1 and work.is_success()
+
+
+def make_a_communicator_at_first_use(rank: int, size: int) -> None:
+    """`initNCCLComm`: the first call blocks the host of each rank until all have made it."""
+    fresh, x = dist.new_group(backend="simccl"), torch.ones(3, device=HERE)
+    caller = threading.Thread(target=lambda: dist.all_reduce(x, group=fresh, async_op=True).wait())
+    if rank:
+        caller.start()
+        caller.join(0.2)
+        assert caller.is_alive()
+    dist.barrier(cpus)
+    if not rank:
+        caller.start()
+    caller.join()
+    assert x.tolist() == [float(size)] * 3
+
+
 def refuse_what_nccl_refuses(rank: int, size: int) -> None:
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(4), group=sims)
@@ -281,6 +352,16 @@ if __name__ == "__main__":
             act(rank, size)
     for act in (show_a_missing_wait, help_ranks_that_wait, poll, move_8_bit_floats, refuse_what_nccl_refuses):
         act(rank, size)
-    for act in (use_a_mesh, block_the_host_in_a_barrier, shard_by_fsdp):
+    for act in (
+        launch_a_group_of_calls_at_its_end,
+        copy_a_list_out_before_its_group_is_launched,
+        run_a_synchronous_call_on_the_callers_stream,
+        keep_tensors_until_the_wait,
+        block_the_host_in_a_wait_with_a_time_out,
+    ):
+        for schedule in ("at_once", "late", "random:0"):
+            sim.set_schedule(schedule)
+            act(rank, size)
+    for act in (make_a_communicator_at_first_use, use_a_mesh, block_the_host_in_a_barrier, shard_by_fsdp):
         act(rank, size)
     dist.destroy_process_group()

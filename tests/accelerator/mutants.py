@@ -24,6 +24,7 @@ from tiermem.swap.device_memory import DeviceMemory
 from tiermem.swap.program import Program
 from tiermem.zero import gradients, shards
 from tiermem.zero.activations import _DiskRoom, _HostRoom, _Input, _Passing
+from tiermem.zero.gather import UnitGather
 from tiermem.zero.gradient_link import GradientLink
 from tiermem.zero.gradient_norms import BlockSums
 from tiermem.zero.gradient_store import GradientStore
@@ -335,6 +336,12 @@ ON_RANKS = {
     "blocks are unpacked before they have come": Mutant(
         PackedGather, "start", "pending = self._exchange(what, wire)",
         "self._exchange(what, wire); pending = Pending(self._topology, what, [], [])", "", "qwZ",
+    ),
+    "parts of parameters are gathered as lists in a coalesced group": Mutant(
+        UnitGather, "_all_gathers", "[partial(_gather_flat, group, each.me, places)]",
+        "[partial(dist.all_gather, row, row[each.me], group, True) for row in places], partial("
+        "dist._coalescing_manager, group, self._full.device, async_ops=True)",
+        "", "stage 1, gathers cut",
     ),
     "a gather reads weights before the step has written them": Mutant(
         Passage, "await_written", "self.copies.wait_event(self._written)", "pass", "", "stage 3, all streamed"

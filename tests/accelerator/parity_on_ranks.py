@@ -43,6 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
     "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce"},
     "stage 3, host, cut": {**_HOST, "reduce_bucket_numel": 1000},
+    "stage 1, gathers cut": {"stage": 1, "allgather_bucket_numel": 1000},
+    "stage 2, gathers cut, states on host": {"stage": 2, "optim": Tier.HOST, "allgather_bucket_numel": 1000},
     "stage 2, tiny": {"stage": 2, "precision": _TINY},
     "stage 3, host, stepped early": {**_HOST, "grads": Tier.DEVICE, "overlap": "backward", "precision": _TINY},
     "stage 3, half of the states": {**_HOST, "precision": Precision.preset("compact"), "optim_ratio": 0.5},
@@ -50,6 +52,16 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 2, states on nvme, sent": {"stage": 2, "optim": Tier.NVME, "streamed_ratio": 1.0},
     "MiCS": {**_HOST, "shard_group_size": 2},
     "hpZ": {**_HOST, "secondary_group_size": 2},
+    "two-stage gathers": {**_HOST, "shard_group_size": 4, "secondary_group_size": 2, "two_stage_gather": True},
+    "two-stage gathers, one parameter at a time": {
+        **_HOST,
+        "shard_group_size": 4,
+        "secondary_group_size": 2,
+        "two_stage_gather": True,
+        "gather_way": "single",
+    },
+    "MiCS, gathers cut": {"shard_group_size": 2, "persistence_numel": 1 << 20, "allgather_bucket_numel": 1000},
+    "qgZ in two stages": {**_HOST, "secondary_group_size": 2, "quantised_reduction": True},
     "qwZ": {**_HOST, "quantised_gather": True},
     "qgZ": {**_HOST, "quantised_reduction": True},
     "qwZ and qgZ, nvme": {**_NVME, "quantised_gather": True, "quantised_reduction": True},
@@ -59,7 +71,14 @@ CHANGE_NO_BIT = {"stage", "params", "optim", "persistence_numel", "gather_way"}
 """With these fields alone stages 1 to 3 are trained once on CPUs: devices must have the same bits wherever things rest."""
 
 
-ON_FOUR = {"MiCS", "hpZ"}
+ON_FOUR = {
+    "MiCS",
+    "hpZ",
+    "two-stage gathers",
+    "two-stage gathers, one parameter at a time",
+    "MiCS, gathers cut",
+    "qgZ in two stages",
+}
 """On two ranks these are what other cases are."""
 
 

@@ -10,7 +10,11 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
 #include <deque>
 #include <mutex>
 #include <set>
@@ -119,9 +123,16 @@ class Channel {
         return numbers;
     }
 
+    /// The newest operation of the channel.
+    std::optional<Mark> newest() {
+        std::lock_guard guard(lock);
+        return last;
+    }
+
     /// The operation of these numbers is issued.
     void add(const Numbers &numbers, const Mark &mark) {
         std::lock_guard guard(lock);
+        last = mark;
         for (const auto &[peer, number] : numbers)
             shared[peer].push_back(mark);
         changed.notify_all();
@@ -154,6 +165,7 @@ class Channel {
     std::map<int, c10::Stream> streams;          // by device
     std::map<int, std::vector<Mark>> shared;     // operations issued with each rank, the first has number 1
     std::vector<std::pair<int, uint64_t>> asked; // (rank, number)
+    std::optional<Mark> last;
     bool is_closed = false;
     std::thread runner;
 
@@ -190,8 +202,8 @@ namespace {
 /// A collective that is issued. It keeps the tensors until the stream that waits for it has them in order.
 class DeviceWork final : public c10d::Work {
   public:
-    DeviceWork(int rank, c10d::OpType type, const Mark &place, Group::Tensors used, bool is_host_blocked)
-        : Work(rank, type), mark(place), tensors(std::move(used)), blocks_host(is_host_blocked) {}
+    DeviceWork(int rank, c10d::OpType type, const Mark &place, Group::Tensors used)
+        : Work(rank, type), mark(place), tensors(std::move(used)) {}
 
     ~DeviceWork() override {
         for (const at::Tensor &tensor : tensors) // nobody waited: the allocator must
@@ -204,11 +216,11 @@ class DeviceWork final : public c10d::Work {
     bool isSuccess() const override { return is_done(mark); }
     void synchronize() override { wait(kNoTimeout); }
 
-    bool wait(std::chrono::milliseconds /*timeout*/) override {
+    bool wait(std::chrono::milliseconds timeout) override {
         make_wait(current_stream(mark.device), mark);
         tensors.clear();
-        if (blocks_host)
-            wait_on_host(mark, "barrier");
+        if (timeout != kNoTimeout || retrieveOpType() == c10d::OpType::BARRIER)
+            wait_on_host(mark, "collective");
         return true;
     }
 
@@ -228,7 +240,6 @@ class DeviceWork final : public c10d::Work {
   private:
     const Mark mark;
     Group::Tensors tensors;
-    const bool blocks_host;
 
     c10::Stream stream() const { return c10::Stream(c10::Stream::UNSAFE, device_of(mark.device), mark.stream); }
 };
@@ -272,6 +283,26 @@ int check_tensors(const std::string &name, const Group::Tensors &tensors) {
     return tensors[0].device().index();
 }
 
+/// As check_tensors, and of one size and type: other lists are broadcast one by one, which is not simulated.
+void check_lists(const std::string &name, const Group::Tensors &tensors) {
+    check_tensors(name, tensors);
+    for (const at::Tensor &tensor : tensors)
+        TORCH_CHECK(tensor.is_same_size(tensors[0]) && tensor.dtype() == tensors[0].dtype(), "simccl: ", name,
+                    ": tensors of several sizes or types");
+}
+
+/// A buffer for as many elements as the tensors of a list have.
+at::Tensor flat_for(const Group::Tensors &tensors) {
+    const int64_t numel = tensors[0].numel() * static_cast<int64_t>(tensors.size());
+    return empty_on(tensors[0].device().index(), {numel}, {1}, tensors[0].scalar_type());
+}
+
+/// The place of one tensor of a list in its buffer.
+at::Tensor row_of(const at::Tensor &flat, const Group::Tensors &tensors, size_t at) {
+    const int64_t numel = tensors[at].numel();
+    return flat.narrow(0, static_cast<int64_t>(at) * numel, numel).view(tensors[at].sizes());
+}
+
 Group::Tensors joined(const Group::Tensors &one, const Group::Tensors &other) {
     Group::Tensors all = one;
     all.insert(all.end(), other.begin(), other.end());
@@ -295,8 +326,10 @@ struct Group::Inner {
     std::mutex lock;                                  // guards the channels
     std::map<int, std::unique_ptr<Channel>> channels; // by peer; ALL_RANKS: collectives
     std::unique_ptr<Post> post;                       // null once the group is shut down
+    std::atomic<bool> is_aborted = false;
+    std::atomic<std::chrono::milliseconds> timeout;
 
-    explicit Inner(int my_rank) : rank(my_rank) {}
+    Inner(int my_rank, std::chrono::milliseconds longest) : rank(my_rank), timeout(longest) {}
 
     Channel &channel(int peer) {
         std::lock_guard guard(lock);
@@ -305,11 +338,57 @@ struct Group::Inner {
             found = std::make_unique<Channel>(rank);
         return *found;
     }
+
+    /// Waits for what gloo does. A failure of gloo is what a GPU would not notice: silence. Returns when the work has
+    /// ended or the group is aborted; ends the process after the time-out, as NCCL's watchdog does.
+    void await(const std::string &name, const Start &start) {
+        using Clock = std::chrono::steady_clock;
+        const auto since = Clock::now();
+        std::string failure = "is under way";
+        WorkPtr work;
+        while (!is_aborted) {
+            try {
+                if (!work)
+                    work = start();
+                work->wait(is_bounded(*work) ? LOOK : kNoTimeout);
+                return;
+            } catch (const std::exception &error) {
+                if (work && is_bounded(*work) && !(work->isCompleted() && work->exception())) {
+                    end_if_late(name, since, failure);
+                    continue; // the look was too short
+                }
+                failure = error.what();
+                break;
+            }
+        }
+        while (!is_aborted) {
+            std::this_thread::sleep_for(LOOK);
+            end_if_late(name, since, failure);
+        }
+    }
+
+  private:
+    static constexpr std::chrono::milliseconds LOOK{20};
+
+    /// Whether a wait with a time-out leaves the work as it was. One for a message would close its connection.
+    static bool is_bounded(const c10d::Work &work) {
+        const auto type = const_cast<c10d::Work &>(work).retrieveOpType();
+        return type != c10d::OpType::SEND && type != c10d::OpType::RECV && type != c10d::OpType::UNKNOWN;
+    }
+
+    void end_if_late(const std::string &name, std::chrono::steady_clock::time_point since, const std::string &failure) {
+        if (std::chrono::steady_clock::now() - since < timeout.load())
+            return;
+        std::fprintf(stderr, "simccl: watchdog: %s on rank %d timed out (%s): the process ends\n", name.c_str(), rank,
+                     failure.c_str());
+        std::abort();
+    }
 };
 
-Group::Group(c10::intrusive_ptr<c10d::Backend> inner_group, c10::intrusive_ptr<c10d::Store> store, int rank, int size)
-    : Backend(rank, size), gloo(std::move(inner_group)), inner(new Inner(rank)) {
-    inner->post = std::make_unique<Post>(std::move(store), rank, size, [found = inner](const Post::Letter &letter) {
+Group::Group(c10::intrusive_ptr<c10d::Backend> inner_group, c10::intrusive_ptr<c10d::Store> where, int rank, int size,
+             std::chrono::milliseconds timeout)
+    : Backend(rank, size), gloo(std::move(inner_group)), store(std::move(where)), inner(new Inner(rank, timeout)) {
+    inner->post = std::make_unique<Post>(store, rank, size, [found = inner](const Post::Letter &letter) {
         found->channel(letter.is_collective ? ALL_RANKS : letter.from).ask_for(letter.from, letter.number);
     });
 }
@@ -350,40 +429,122 @@ std::set<int> Group::all_peers() const {
     return peers;
 }
 
-Group::WorkPtr Group::add(const std::string &name, c10d::OpType type, const Tensors &tensors, Start start, int peer) {
-    std::set<int> peers = peer == ALL_RANKS ? all_peers() : std::set<int>{peer};
-    {
-        std::lock_guard guard(lock);
-        if (coalesced) {
-            coalesced->name += (coalesced->name.empty() ? "" : ", ") + name;
-            coalesced->type = type;
-            coalesced->starts.push_back(std::move(start));
-            coalesced->tensors = joined(coalesced->tensors, tensors);
-            coalesced->peers.merge(peers);
-            return c10::make_intrusive<NoWork>();
+// ---- communicators --------------------------------------------------------------------------------------------------
+
+/// Waits until these ranks have come to a place as well. Looks instead of waiting: a wait would keep others from the
+/// store.
+void Group::meet(const std::string &key, const std::set<int> &peers) {
+    const WithoutGil released;
+    store->set("simccl-met/" + key + "/" + std::to_string(rank_), std::string("come"));
+    const auto since = std::chrono::steady_clock::now();
+    for (const int peer : peers)
+        while (!store->check({"simccl-met/" + key + "/" + std::to_string(peer)})) {
+            TORCH_CHECK(!inner->is_aborted && std::chrono::steady_clock::now() - since < inner->timeout.load(),
+                        "simccl: rank ", peer, " has not come to the communicator of ", key);
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
-    }
-    return issue_parts({name, {std::move(start)}, tensors, type, peers, peer}, false);
 }
 
-Group::WorkPtr Group::issue_parts(Parts parts, bool blocks_host) {
-    const int device = check_tensors(parts.name, parts.tensors);
+void Group::connect(int channel) {
+    {
+        std::lock_guard guard(lock);
+        if (!connected.insert(channel).second)
+            return;
+    }
+    if (channel == ALL_RANKS)
+        meet("all", all_peers());
+    else if (channel != rank_)
+        meet(std::to_string(std::min(rank_, channel)) + ":" + std::to_string(std::max(rank_, channel)), {channel});
+}
+
+void Group::eagerConnectSingleDevice(at::Device /*device*/) { connect(ALL_RANKS); }
+
+void Group::split() {
+    int number;
+    {
+        std::lock_guard guard(lock);
+        number = ++num_splits;
+    }
+    meet("split " + std::to_string(number), all_peers());
+}
+
+void Group::setTimeout(std::chrono::milliseconds timeout) {
+    inner->timeout = timeout;
+    gloo->setTimeout(timeout);
+}
+
+void Group::abort() { inner->is_aborted = true; }
+
+// ---- calls ----------------------------------------------------------------------------------------------------------
+
+c10::Stream Group::stream_of(const Parts &parts, int device) {
+    return parts.is_async ? inner->channel(parts.channel).stream(device) : current_stream(device);
+}
+
+Group::WorkPtr Group::add(Parts parts, const std::function<void()> &before, const std::function<void()> &after) {
     TORCH_CHECK(inner->post, "simccl: the process group was destroyed");
+    TORCH_CHECK(!inner->is_aborted, "simccl: the communicator was aborted");
+    bool is_coalesced;
+    {
+        std::lock_guard guard(lock);
+        is_coalesced = coalesced.has_value();
+    }
+    const int device = check_tensors(parts.name, parts.tensors);
+    parts.peers = parts.channel == ALL_RANKS ? all_peers() : std::set<int>{parts.channel};
+    if (is_coalesced)
+        parts.channel = ALL_RANKS;
+    connect(parts.channel);
+    const c10::Stream stream = stream_of(parts, device);
+    if (parts.is_async)
+        make_wait(stream, mark_of(current_stream(device)));
+    const auto queue = [&stream, device](const std::function<void()> &copies) {
+        if (!copies)
+            return;
+        const DeviceScope scope(device);
+        const c10::Stream caller = set_current_stream(stream);
+        copies();
+        set_current_stream(caller);
+    };
+    queue(before);
+    if (!is_coalesced)
+        return issue_parts(std::move(parts), [&] { queue(after); });
+    queue(after); // from a buffer that is filled later
+    std::lock_guard guard(lock);
+    coalesced->name += (coalesced->name.empty() ? "" : ", ") + parts.name;
+    coalesced->type = parts.type;
+    coalesced->is_async = parts.is_async;
+    for (Start &start : parts.starts)
+        coalesced->starts.push_back(std::move(start));
+    coalesced->tensors = joined(coalesced->tensors, parts.tensors);
+    coalesced->peers.merge(parts.peers);
+    return parts.is_async ? c10::make_intrusive<NoWork>() : nullptr;
+}
+
+Group::WorkPtr Group::issue_parts(Parts parts, const std::function<void()> &after) {
+    const int device = parts.tensors[0].device().index();
     Channel &shared = inner->channel(parts.channel);
-    const c10::Stream stream = shared.stream(device);
-    make_wait(stream, mark_of(current_stream(device)));
+    const c10::Stream stream = stream_of(parts, device);
+    if (const auto before = shared.newest(); before && before->stream != stream.id())
+        make_wait(stream, *before);
     const Channel::Numbers numbers = shared.next_numbers(parts.peers);
     Operation operation;
-    operation.run = [used = inner, numbers, starts = parts.starts, is_collective = parts.channel == ALL_RANKS] {
+    operation.run = [used = inner, numbers, name = parts.name, starts = parts.starts,
+                     is_collective = parts.channel == ALL_RANKS] {
         for (const auto &[peer, number] : numbers)
-            if (peer != used->rank)
+            if (peer != used->rank && !used->is_aborted)
                 used->post->send(peer, {used->rank, is_collective, number});
         const KernelGuard guard;
         std::vector<WorkPtr> started;
-        for (const Start &start : starts)
-            started.push_back(start());
+        used->await(name, [&] {
+            for (const Start &start : starts)
+                started.push_back(start());
+            return started.back();
+        });
+        if (used->is_aborted)
+            return;
+        started.pop_back();
         for (const WorkPtr &work : started)
-            work->wait();
+            used->await(name, [&] { return work; });
     };
     operation.run_elsewhere = [&shared, mine = rank_, number = numbers.at(rank_)] { shared.ask_for(mine, number); };
     Label label{"simccl::" + parts.name, Lane::COLLECTIVE};
@@ -391,7 +552,11 @@ Group::WorkPtr Group::issue_parts(Parts parts, bool blocks_host) {
         label.bytes += tensor.nbytes();
     const Mark mark = issue(stream, std::move(operation), label);
     shared.add(numbers, mark);
-    return c10::make_intrusive<DeviceWork>(rank_, parts.type, mark, std::move(parts.tensors), blocks_host);
+    if (after)
+        after();
+    if (!parts.is_async)
+        return nullptr;
+    return c10::make_intrusive<DeviceWork>(rank_, parts.type, mark_of(stream), std::move(parts.tensors));
 }
 
 void Group::startCoalescing() {
@@ -410,27 +575,33 @@ Group::WorkPtr Group::endCoalescing() {
         parts = std::move(*coalesced);
         coalesced.reset();
     }
-    if (parts.starts.empty())
-        return c10::make_intrusive<NoWork>();
-    return issue_parts(std::move(parts), false);
+    return parts.starts.empty() ? nullptr : issue_parts(std::move(parts));
 }
 
 // ---- collectives ----------------------------------------------------------------------------------------------------
 
 Group::WorkPtr Group::broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) {
     check_tensors("broadcast", tensors);
-    return add("broadcast", c10d::OpType::BROADCAST, tensors,
-               [gloo = gloo, bytes = bytes_of(tensors, "broadcast"), options]() mutable {
-                   return gloo->broadcast(bytes, options);
-               });
+    const Start start = [gloo = gloo, bytes = bytes_of(tensors, "broadcast"), options]() mutable {
+        return gloo->broadcast(bytes, options);
+    };
+    return add({.name = "broadcast",
+                .starts = {start},
+                .tensors = tensors,
+                .type = c10d::OpType::BROADCAST,
+                .is_async = options.asyncOp});
 }
 
 Group::WorkPtr Group::allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) {
     check_tensors("all_reduce", tensors);
-    return add("all_reduce", c10d::OpType::ALLREDUCE, tensors,
-               [gloo = gloo, bytes = bytes_of(tensors, "all_reduce"), options]() mutable {
-                   return gloo->allreduce(bytes, options);
-               });
+    const Start start = [gloo = gloo, bytes = bytes_of(tensors, "all_reduce"), options]() mutable {
+        return gloo->allreduce(bytes, options);
+    };
+    return add({.name = "all_reduce",
+                .starts = {start},
+                .tensors = tensors,
+                .type = c10d::OpType::ALLREDUCE,
+                .is_async = options.asyncOp});
 }
 
 Group::WorkPtr Group::allreduce_coalesced(Tensors &tensors, const c10d::AllreduceCoalescedOptions &options) {
@@ -444,19 +615,33 @@ Group::WorkPtr Group::allreduce_coalesced(Tensors &tensors, const c10d::Allreduc
 
 Group::WorkPtr Group::reduce(Tensors &tensors, const c10d::ReduceOptions &options) {
     check_tensors("reduce", tensors);
-    return add(
-        "reduce", c10d::OpType::REDUCE, tensors,
-        [gloo = gloo, bytes = bytes_of(tensors, "reduce"), options]() mutable { return gloo->reduce(bytes, options); });
+    const Start start = [gloo = gloo, bytes = bytes_of(tensors, "reduce"), options]() mutable {
+        return gloo->reduce(bytes, options);
+    };
+    return add({.name = "reduce",
+                .starts = {start},
+                .tensors = tensors,
+                .type = c10d::OpType::REDUCE,
+                .is_async = options.asyncOp});
 }
 
 Group::WorkPtr Group::allgather(std::vector<Tensors> &outputs, Tensors &inputs, const c10d::AllgatherOptions &options) {
-    const Tensors all = joined(inputs, outputs);
-    check_tensors("all_gather", all);
-    std::vector<Tensors> to{bytes_of(outputs.at(0), "all_gather")};
-    return add("all_gather", c10d::OpType::ALLGATHER, all,
-               [gloo = gloo, to, from = bytes_of(inputs, "all_gather"), options]() mutable {
-                   return gloo->allgather(to, from, options);
-               });
+    const Tensors all = joined(inputs, outputs), into = outputs.at(0);
+    check_lists("all_gather", all);
+    at::Tensor flat = flat_for(into);
+    const Start start = [gloo = gloo, to = bytes_of(flat, "all_gather"),
+                         from = bytes_of(inputs[0], "all_gather").view(-1),
+                         options]() mutable { return gloo->_allgather_base(to, from, options); };
+    const auto copy_out = [&into, &flat] {
+        for (const size_t at : c10::irange(into.size()))
+            at::Tensor(into[at]).copy_(row_of(flat, into, at), true);
+    };
+    return add({.name = "all_gather",
+                .starts = {start},
+                .tensors = joined({flat}, all),
+                .type = c10d::OpType::ALLGATHER,
+                .is_async = options.asyncOp},
+               {}, copy_out);
 }
 
 Group::WorkPtr Group::_allgather_base(at::Tensor &output, at::Tensor &input, const c10d::AllgatherOptions &options) {
@@ -464,10 +649,14 @@ Group::WorkPtr Group::_allgather_base(at::Tensor &output, at::Tensor &input, con
     TORCH_CHECK(output.numel() == input.numel() * size_ && output.dtype() == input.dtype(),
                 "simccl: all_gather_into_tensor: output has ", output.numel(), " elements of ", output.dtype(),
                 ", not ", input.numel() * size_, " of ", input.dtype());
-    return add("all_gather_into_tensor", c10d::OpType::_ALLGATHER_BASE, {output, input},
-               [gloo = gloo, to = bytes_of(output, "all_gather_into_tensor").view(-1),
-                from = bytes_of(input, "all_gather_into_tensor").view(-1),
-                options]() mutable { return gloo->_allgather_base(to, from, options); });
+    const Start start = [gloo = gloo, to = bytes_of(output, "all_gather_into_tensor").view(-1),
+                         from = bytes_of(input, "all_gather_into_tensor").view(-1),
+                         options]() mutable { return gloo->_allgather_base(to, from, options); };
+    return add({.name = "all_gather_into_tensor",
+                .starts = {start},
+                .tensors = {output, input},
+                .type = c10d::OpType::_ALLGATHER_BASE,
+                .is_async = options.asyncOp});
 }
 
 Group::WorkPtr Group::allgather_into_tensor_coalesced(Tensors &outputs, Tensors &inputs,
@@ -484,10 +673,14 @@ Group::WorkPtr Group::gather(std::vector<Tensors> &outputs, Tensors &inputs, con
     std::vector<Tensors> to;
     for (const Tensors &output : outputs)
         to.push_back(bytes_of(output, "gather"));
-    return add("gather", c10d::OpType::GATHER, all,
-               [gloo = gloo, to, from = bytes_of(inputs, "gather"), options]() mutable {
-                   return gloo->gather(to, from, options);
-               });
+    const Start start = [gloo = gloo, to, from = bytes_of(inputs, "gather"), options]() mutable {
+        return gloo->gather(to, from, options);
+    };
+    return add({.name = "gather",
+                .starts = {start},
+                .tensors = all,
+                .type = c10d::OpType::GATHER,
+                .is_async = options.asyncOp});
 }
 
 Group::WorkPtr Group::scatter(Tensors &outputs, std::vector<Tensors> &inputs, const c10d::ScatterOptions &options) {
@@ -496,21 +689,34 @@ Group::WorkPtr Group::scatter(Tensors &outputs, std::vector<Tensors> &inputs, co
     std::vector<Tensors> from;
     for (const Tensors &input : inputs)
         from.push_back(bytes_of(input, "scatter"));
-    return add("scatter", c10d::OpType::SCATTER, all,
-               [gloo = gloo, from, to = bytes_of(outputs, "scatter"), options]() mutable {
-                   return gloo->scatter(to, from, options);
-               });
+    const Start start = [gloo = gloo, from, to = bytes_of(outputs, "scatter"), options]() mutable {
+        return gloo->scatter(to, from, options);
+    };
+    return add({.name = "scatter",
+                .starts = {start},
+                .tensors = all,
+                .type = c10d::OpType::SCATTER,
+                .is_async = options.asyncOp});
 }
 
 Group::WorkPtr Group::reduce_scatter(Tensors &outputs, std::vector<Tensors> &inputs,
                                      const c10d::ReduceScatterOptions &options) {
-    const Tensors all = joined(outputs, inputs);
-    check_tensors("reduce_scatter", all);
-    std::vector<Tensors> from{bytes_of(inputs.at(0), "reduce_scatter")};
-    return add("reduce_scatter", c10d::OpType::REDUCE_SCATTER, all,
-               [gloo = gloo, from, to = bytes_of(outputs, "reduce_scatter"), options]() mutable {
-                   return gloo->reduce_scatter(to, from, options);
-               });
+    const Tensors all = joined(outputs, inputs), from = inputs.at(0);
+    check_lists("reduce_scatter", all);
+    at::Tensor flat = flat_for(from);
+    const Start start = [gloo = gloo, from = bytes_of(flat, "reduce_scatter"),
+                         to = bytes_of(outputs[0], "reduce_scatter").view(-1),
+                         options]() mutable { return gloo->_reduce_scatter_base(to, from, options); };
+    const auto copy_in = [&from, &flat] {
+        for (const size_t at : c10::irange(from.size()))
+            row_of(flat, from, at).copy_(from[at], true);
+    };
+    return add({.name = "reduce_scatter",
+                .starts = {start},
+                .tensors = joined({flat}, all),
+                .type = c10d::OpType::REDUCE_SCATTER,
+                .is_async = options.asyncOp},
+               copy_in);
 }
 
 Group::WorkPtr Group::_reduce_scatter_base(at::Tensor &output, at::Tensor &input,
@@ -519,10 +725,14 @@ Group::WorkPtr Group::_reduce_scatter_base(at::Tensor &output, at::Tensor &input
     TORCH_CHECK(input.numel() == output.numel() * size_ && output.dtype() == input.dtype(),
                 "simccl: reduce_scatter_tensor: input has ", input.numel(), " elements of ", input.dtype(), ", not ",
                 output.numel() * size_, " of ", output.dtype());
-    return add("reduce_scatter_tensor", c10d::OpType::_REDUCE_SCATTER_BASE, {output, input},
-               [gloo = gloo, to = bytes_of(output, "reduce_scatter_tensor").view(-1),
-                from = bytes_of(input, "reduce_scatter_tensor").view(-1),
-                options]() mutable { return gloo->_reduce_scatter_base(to, from, options); });
+    const Start start = [gloo = gloo, to = bytes_of(output, "reduce_scatter_tensor").view(-1),
+                         from = bytes_of(input, "reduce_scatter_tensor").view(-1),
+                         options]() mutable { return gloo->_reduce_scatter_base(to, from, options); };
+    return add({.name = "reduce_scatter_tensor",
+                .starts = {start},
+                .tensors = {output, input},
+                .type = c10d::OpType::_REDUCE_SCATTER_BASE,
+                .is_async = options.asyncOp});
 }
 
 Group::WorkPtr Group::reduce_scatter_tensor_coalesced(Tensors &outputs, Tensors &inputs,
@@ -536,45 +746,56 @@ Group::WorkPtr Group::reduce_scatter_tensor_coalesced(Tensors &outputs, Tensors 
 Group::WorkPtr Group::alltoall_base(at::Tensor &output, at::Tensor &input, std::vector<int64_t> &output_sizes,
                                     std::vector<int64_t> &input_sizes, const c10d::AllToAllOptions &options) {
     check_tensors("all_to_all_single", {output, input});
-    return add("all_to_all_single", c10d::OpType::ALLTOALL_BASE, {output, input},
-               [gloo = gloo, to = bytes_of(output, "all_to_all_single"), from = bytes_of(input, "all_to_all_single"),
-                output_sizes, input_sizes,
-                options]() mutable { return gloo->alltoall_base(to, from, output_sizes, input_sizes, options); });
+    const Start start = [gloo = gloo, to = bytes_of(output, "all_to_all_single"),
+                         from = bytes_of(input, "all_to_all_single"), output_sizes, input_sizes, options]() mutable {
+        return gloo->alltoall_base(to, from, output_sizes, input_sizes, options);
+    };
+    return add({.name = "all_to_all_single",
+                .starts = {start},
+                .tensors = {output, input},
+                .type = c10d::OpType::ALLTOALL_BASE,
+                .is_async = options.asyncOp});
 }
 
 Group::WorkPtr Group::alltoall(Tensors &outputs, Tensors &inputs, const c10d::AllToAllOptions &options) {
     check_tensors("all_to_all", joined(outputs, inputs));
-    return add("all_to_all", c10d::OpType::ALLTOALL, joined(outputs, inputs),
-               [gloo = gloo, to = bytes_of(outputs, "all_to_all"), from = bytes_of(inputs, "all_to_all"),
-                options]() mutable { return gloo->alltoall(to, from, options); });
+    const Start start = [gloo = gloo, to = bytes_of(outputs, "all_to_all"), from = bytes_of(inputs, "all_to_all"),
+                         options]() mutable { return gloo->alltoall(to, from, options); };
+    return add({.name = "all_to_all",
+                .starts = {start},
+                .tensors = joined(outputs, inputs),
+                .type = c10d::OpType::ALLTOALL,
+                .is_async = options.asyncOp});
 }
 
 Group::WorkPtr Group::send(Tensors &tensors, int rank, int tag) {
     check_tensors("send", tensors);
-    return add(
-        "send", c10d::OpType::SEND, tensors,
-        [gloo = gloo, bytes = bytes_of(tensors, "send"), rank, tag]() mutable { return gloo->send(bytes, rank, tag); },
-        rank);
+    const Start start = [gloo = gloo, bytes = bytes_of(tensors, "send"), rank, tag]() mutable {
+        return gloo->send(bytes, rank, tag);
+    };
+    return add({.name = "send", .starts = {start}, .tensors = tensors, .type = c10d::OpType::SEND, .channel = rank});
 }
 
 Group::WorkPtr Group::recv(Tensors &tensors, int rank, int tag) {
     check_tensors("recv", tensors);
-    return add(
-        "recv", c10d::OpType::RECV, tensors,
-        [gloo = gloo, bytes = bytes_of(tensors, "recv"), rank, tag]() mutable { return gloo->recv(bytes, rank, tag); },
-        rank);
+    const Start start = [gloo = gloo, bytes = bytes_of(tensors, "recv"), rank, tag]() mutable {
+        return gloo->recv(bytes, rank, tag);
+    };
+    return add({.name = "recv", .starts = {start}, .tensors = tensors, .type = c10d::OpType::RECV, .channel = rank});
 }
 
-/// Blocks the host when waited for, as NCCL's does.
 Group::WorkPtr Group::barrier(const c10d::BarrierOptions &options) {
     const int device = options.device_ids.empty() ? current_device() : static_cast<int>(options.device_ids[0]);
     const at::Tensor place = empty_on(device, {1}, {1}, at::kByte);
-    Parts parts{"barrier",
-                {[gloo = gloo, options] { return gloo->barrier(options); }},
-                {place},
-                c10d::OpType::BARRIER,
-                all_peers()};
-    return issue_parts(std::move(parts), true);
+    const Start start = [gloo = gloo, options] { return gloo->barrier(options); };
+    WorkPtr work = add({.name = "barrier",
+                        .starts = {start},
+                        .tensors = {place},
+                        .type = c10d::OpType::BARRIER,
+                        .is_async = options.asyncOp});
+    if (!work)
+        wait_on_host(mark_of(current_stream(device)), "collective");
+    return work;
 }
 
 } // namespace sim

@@ -8,6 +8,7 @@
 #include "recording.h"
 #include "streams.h"
 
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace {
@@ -103,8 +104,13 @@ PYBIND11_MODULE(_sim, m) {
     m.def("reset_undeferred", &sim::reset_undeferred);
 
     py::class_<sim::Group, c10d::Backend, c10::intrusive_ptr<sim::Group>>(m, "Group")
-        .def(py::init<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Store>, int, int>(),
-             py::call_guard<py::gil_scoped_release>());
+        .def(py::init<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Store>, int, int,
+                      std::chrono::milliseconds>(),
+             py::call_guard<py::gil_scoped_release>())
+        .def("split", &sim::Group::split, py::call_guard<py::gil_scoped_release>())
+        .def(
+            "perform_nocolor_split", [](sim::Group &group, const at::Device &) { group.split(); },
+            py::call_guard<py::gil_scoped_release>());
 
     m.def("record", &sim::record);
     m.def("is_recording", &sim::is_recording);
