@@ -9,14 +9,16 @@
     pinning    PageLock                                         pinned host memory, for asynchronous copies
     the rest   facts_of, rng_state, set_rng_state, backends_of, control_device
 
-It is written on torch.accelerator, torch.Stream, torch.Event and the device's own module (`torch.cuda`, `torch.xpu`, ...), so
-that CUDA, ROCm, XPU and devices of extensions take one path. Asking which kind of device there is takes none of it: a run on
-the CPU makes no context and pins nothing.
+It is written on torch.accelerator and the device's own module (`torch.cuda`, `torch.xpu`, ...), so that CUDA, ROCm, XPU and
+devices of extensions take one path. Asking which kind of device there is takes none of it: a run on the CPU makes no context
+and pins nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -132,21 +134,35 @@ def _module_of(device: torch.device) -> Any:
 
 
 # ---- streams and events ----------------------------------------------------------------------------------------------
+#
+# Streams and events are of the device module's classes. torch.Event ignores `blocking` on CUDA: a thread that waits for it
+# spins. And torch.Stream does not wait for an event of the module's class, without a word (torch/csrc/cuda/Event.h: the
+# CUDA event lies beside the one of torch.Event, which torch.Stream.wait_event reads).
 
 
 def new_stream(device: torch.device) -> torch.Stream:
     """A stream beside the current one."""
-    return torch.Stream(device)
+    stream: torch.Stream = _module_of(device).Stream(device=device)
+    return stream
 
 
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream that this thread's work goes to."""
-    return torch.accelerator.current_stream(device)
+    stream: torch.Stream = _module_of(device).current_stream(device)
+    return stream
 
 
 def new_event(device: torch.device, enable_timing: bool = False) -> torch.Event:
-    """An event that has not been recorded."""
-    return torch.Event(device, enable_timing=enable_timing)
+    """An event that has not been recorded. A thread that waits for it sleeps, and leaves its core to kernels of the CPU."""
+    make = _module_of(device).Event
+    event: torch.Event = make(enable_timing=enable_timing, **_words_for_sleep(make))
+    return event
+
+
+@functools.cache
+def _words_for_sleep(make: Any) -> dict[str, bool]:
+    """What makes a thread sleep that waits for an event of this class, if the class can."""
+    return {"blocking": True} if "blocking" in inspect.signature(make).parameters else {}
 
 
 def record(stream: torch.Stream) -> torch.Event:

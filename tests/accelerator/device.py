@@ -174,8 +174,15 @@ def Stream(device: _Device = None, priority: int = 0) -> torch.Stream:  # noqa: 
     return torch.Stream(device=torch.device("sim", _index(device)), priority=priority)
 
 
-def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # noqa: N802
-    return torch.Event("sim", enable_timing=enable_timing)
+class Event(torch.Event):
+    """As torch.cuda.Event: a thread that waits for it sleeps if it is `blocking`, else it spins."""
+
+    blocking: bool
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+        made = super().__new__(cls, "sim", enable_timing=enable_timing)
+        made.blocking = blocking
+        return made
 
 
 def current_stream(device: _Device = None) -> torch.Stream:

@@ -4,7 +4,6 @@ always                    weights are copied from one drawn block: torch draws 8
 TIERMEM_DRAW=1            they are drawn as always: for the seconds of a start
 TIERMEM_TRACE_STEP=N      step N runs under torch's profiler; the share of copies under kernels goes to /tmp/hidden-*.json
 SITTING_PEERS=NAME        of the peers only this one is trained
-TIERMEM_TRY_BLOCKING=1    threads that wait for an event of the device sleep
 """
 
 from __future__ import annotations
@@ -39,16 +38,6 @@ def _copy_weights(module: ModuleType) -> None:
 
     module.normal_ = normal_
     module.kaiming_uniform_ = lambda tensor, *a, **k: normal_(tensor, 0.0, 0.02)
-
-
-def _use_blocking_events(module: ModuleType) -> None:
-    if os.environ.get("TIERMEM_TRY_BLOCKING") != "1":
-        return
-    import torch
-
-    module.new_event = lambda device, enable_timing=False: torch.get_device_module(device).Event(
-        enable_timing=enable_timing, blocking=True
-    )
 
 
 def _trace_a_step(module: ModuleType) -> None:
@@ -89,7 +78,6 @@ def _choose_peers(module: ModuleType) -> None:
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "torch.nn.init": _copy_weights,
-    "tiermem.swap.accelerator": _use_blocking_events,
     "tiermem.tools.bench.peers.runs": _choose_peers,
     "tiermem.tools.training": _trace_a_step,
 }
