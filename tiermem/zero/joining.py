@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from tiermem.swap.accelerator import activate, backends_of, find_device
+from tiermem.swap.accelerator import activate, backends_of, find_device, is_accelerator
 
 JOIN_TIMEOUT_S = 60.0
 """How long ranks wait for each other to start by default, in seconds."""
@@ -56,7 +56,7 @@ def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float = J
                 "make the group of all ranks, leave it to tiermem, or unset WORLD_SIZE"
             )
         return
-    _join(world, backends_of(device), timeout_s, join_timeout_s)
+    _join(world, backends_of(device), device, timeout_s, join_timeout_s)
 
 
 def init_distributed(
@@ -98,7 +98,7 @@ def init_distributed(
         dist.init_process_group(backend, init_method, timedelta(seconds=timeout_s), world_size, rank)
     elif _says_where():
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        _join(world, backend, timeout_s, JOIN_TIMEOUT_S if timeout is None else timeout_s)
+        _join(world, backend, device, timeout_s, JOIN_TIMEOUT_S if timeout is None else timeout_s)
 
 
 def hold_no_group() -> None:
@@ -110,11 +110,13 @@ def hold_no_group() -> None:
     import torch.distributed.nn.functional  # noqa: F401
 
 
-def _join(world: int, backend: str, timeout_s: float, join_timeout_s: float) -> None:
+def _join(world: int, backend: str, device: torch.device, timeout_s: float, join_timeout_s: float) -> None:
     hold_no_group()
     timeout = timedelta(seconds=timeout_s)
+    # With its device a backend connects at once, and a barrier need not guess the device.
+    place = device if is_accelerator(device) and device.index is not None and backend != "gloo" else None
     if not _says_where():
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=place)
         return
     rank, join_timeout_s = int(os.environ["RANK"]), min(join_timeout_s, timeout_s)
     store = _meet(rank, world, join_timeout_s)
@@ -124,7 +126,7 @@ def _join(world: int, backend: str, timeout_s: float, join_timeout_s: float) -> 
     # The same on every rank, so that all find out together: a rank that dies now is not waited for as in a collective.
     joining = timedelta(seconds=max(join_timeout_s / 2, _LEAST_S)) if set_timeout else timeout
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=joining)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=joining, device_id=place)
     except RuntimeError as error:
         _tell_gone(store, rank, world, error)
         raise

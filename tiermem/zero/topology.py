@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.policy import OffloadPolicy
-from tiermem.swap.accelerator import control_device, pci_addresses
+from tiermem.swap.accelerator import backends_of, control_device, pci_addresses
 from tiermem.swap.arena import Arena
 from tiermem.swap.native import Workers
 from tiermem.swap.nodes import SYSFS, deal_cores, node_of_cores, node_of_pci, read_nodes
@@ -362,9 +362,17 @@ def _in_order_of_parts(topology: Topology, parts: Sequence[int]) -> list[int]:
 def _group_of(topology: Topology, ranks: list[int], purpose: str, backend: str = "") -> dist.ProcessGroup:
     """The process group of some of the topology's ranks. Collective over these ranks; all make groups in the same order.
 
+    Where the world's group has a device (`device_id`), torch splits the new group from it, for which NCCL needs all ranks: each
+    rank of the topology makes a group at that time, and the topology holds all ranks. Raises ValueError where it does not.
+
     backend: default: the topology's.
     """
     assert topology.group is not None
+    if _bound_device() is not None and topology.world != dist.get_world_size():
+        raise ValueError(
+            f"the process group was made with a device_id, so groups of its ranks are split from it by all "
+            f"{dist.get_world_size()}, and the model is shared among {topology.world}: make it without device_id"
+        )
     made = _GROUPS.setdefault(topology.group, {})
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -386,13 +394,24 @@ def _group_of(topology: Topology, ranks: list[int], purpose: str, backend: str =
     return made[key]
 
 
+def _bound_device() -> torch.device | None:
+    """The device of the world's group, if torch splits new groups from that."""
+    world = dist.group.WORLD
+    device = None if world is None else world.bound_device_id
+    if world is None or device is None or not world._get_backend(device).supports_splitting:
+        return None
+    return device
+
+
 def group_aside(topology: Topology) -> dist.ProcessGroup:
     """A second gloo group of all ranks of a topology, for a thread's collectives while the main group is in use.
 
     Works on any device. Collective the first time; made once.
     """
     assert topology.group is not None
-    return _group_of(topology, sorted(dist.get_process_group_ranks(topology.group)), "aside", "gloo")
+    device = _bound_device()  # torch makes no group beside one with a device that does not take its tensors
+    backend = "gloo" if device is None else backends_of(device)
+    return _group_of(topology, sorted(dist.get_process_group_ranks(topology.group)), "aside", backend)
 
 
 def _mesh(layout: Layout, everyone: list[int], groups: dict[str, dist.ProcessGroup], device_type: str) -> DeviceMesh:
