@@ -303,6 +303,12 @@ MUTANTS = {
         _DiskRoom, "_end_read", "passing.stream, passing.ended = self._stream, record(self._stream)",
         "passing.stream = self._stream", "activations_on_nvme", "host"
     ),
+    "weights that are about to change are not noted": Mutant(
+        Passage, "note_outdated", "self._is_outdated = True", "pass", "widened", "device"
+    ),
+    "an input is copied to the device before the disk has read it": Mutant(
+        _DiskRoom, "_end_read", "reading[0][1].wait()", "pass", "activations_on_nvme", "host"
+    ),
     "nothing is pinned": Mutant(Arena, "pin", "if slots:", "if False:", "pageable_copies", "host"),
 }  # fmt: skip
 

@@ -97,6 +97,30 @@ def test_weights_buffers_parts_and_small_tensors_stay(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
 
 
+class Changed(zoo.Tower):
+    """Changes a tensor in place between two blocks that are given it."""
+
+    def __init__(self, computes_again: bool) -> None:
+        super().__init__(checkpoint=False)
+        self._computes_again = computes_again
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        first = self._call(lambda y: (y * 2).sin(), x)
+        x.add_(0.5)
+        return self.head(first + self._call(lambda y: (y * 3).cos(), x))
+
+    def _call(self, act: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return recompute(act, x, use_reentrant=False) if self._computes_again else act(x)
+
+
+def test_a_block_is_computed_again_from_what_its_input_was(tmp_path: Path) -> None:
+    plain, _ = train(tmp_path, lambda: Changed(False), 2)
+    moved, written_bytes = train(tmp_path, lambda: Changed(True), 2, activations=Tier.NVME)
+    assert written_bytes >= 4 * INPUT_BYTES
+    assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
+
+
 class _Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
