@@ -57,7 +57,7 @@ def test_what_is_changed_on_the_device_goes_home(device: str, home: Tier, sim: M
 
 
 def seen_late(sim: ModuleType, folder: Path, how: str) -> float:
-    """What the device reads of a tensor of threes in pinned memory that is let go, and filled with sevens, while it is copied."""
+    """What the device reads of pinned memory that held threes, and is let go and filled with sevens while it is copied."""
     sim.set_schedule("late")
     with store_on("sim", folder) as store:
         store.reserve("t", (NUM,), torch.float32, Tier.HOST, crosses_link=True)

@@ -1,4 +1,4 @@
-"""Failures of ranks: finds the rank that is gone, and ranks whose collectives differ, before the time-out ends a wait."""
+"""Failures of ranks: finds the rank that is gone, and ranks whose collectives differ, and ends the waits for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+from tiermem.zero.heartbeat import Heartbeat
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------
 
@@ -70,11 +72,16 @@ class Board:
     """Notes that ranks leave for each other, as JSON, in the rendezvous store of torch.distributed.
 
     torchrun's store belongs to its agent and outlives ranks. Otherwise rank 0 keeps the store, and it ends with rank 0: then
-    notes can be neither posted nor read, and `is_gone` is True.
+    notes can be neither posted nor read, and `is_gone` is True. A rank 0 that is silent may be stopped, so that its store would
+    not answer: until it is heard again notes are neither posted nor read.
+
+    Args:
+        is_keeper_silent: whether rank 0 was heard before, and has not been for some seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_keeper_silent: Callable[[], bool] = lambda: False) -> None:
         self.is_gone = False
+        self._is_keeper_silent = is_keeper_silent
         self._store = dist.distributed_c10d._get_default_store()
 
     @property
@@ -84,15 +91,20 @@ class Board:
 
     def post(self, key: str, note: Any) -> None:
         """Writes a note and replaces an older one under the same key. A lost store sets `is_gone` and raises nothing."""
-        with self._noticing():
-            self._store.set(f"tiermem/{key}", json.dumps(note))
+        if self._may_ask():
+            with self._noticing():
+                self._store.set(f"tiermem/{key}", json.dumps(note))
 
     def read(self, key: str) -> Any:
         """A note, or None where there is none or the store is lost. Does not wait for a note."""
-        with self._noticing():
-            if self._store.check([f"tiermem/{key}"]):
-                return self.wait(key)
+        if self._may_ask():
+            with self._noticing():
+                if self._store.check([f"tiermem/{key}"]):
+                    return self.wait(key)
         return None
+
+    def _may_ask(self) -> bool:
+        return not (self.is_gone or (self.is_kept_by_rank_0 and self._is_keeper_silent()))
 
     def wait(self, key: str) -> Any:
         """A note. Blocks until it is posted; raises RuntimeError."""
@@ -152,24 +164,36 @@ class Watch:
     checks once per second, and uses the store only during a long wait. It also ends a wait for a rank that is gone while its
     connections are still open: processes that it had started keep them.
 
+    Beside the store ranks hear each other (heartbeat.py). A rank that is silent for nearly `timeout_s` is gone, wherever it
+    runs and whatever became of the store; a rank on the host of a dead process tells all others at once. Then this rank ends
+    its waits, which raise RankLost.
+
     A gloo wait is ended by a second receive on the same connections that times out after 1 ms. The time-out closes the
     connections on the other ranks too, and they look for the difference in turn. A rank that fails ends its other waits in the
-    same way, because the ranks that it waits for may wait for it. NCCL waits on the GPU, and its own watchdog ends them.
+    same way, because the ranks that it waits for may wait for it. NCCL's collectives run on the GPU, which waits for no
+    message: its communicators are aborted, which leaves the tensors undefined, and the next call of one raises.
 
     Args:
         ranks: the global ranks that work together.
         traffic: this rank's calls; calls of all its threads are one sequence.
+        timeout_s: longest wait for another rank.
     """
 
-    def __init__(self, ranks: Sequence[int], traffic: Traffic) -> None:
+    def __init__(self, ranks: Sequence[int], traffic: Traffic, timeout_s: float = 1800.0) -> None:
         self._ranks = ranks
         self._me = dist.get_rank()
         self._others = [rank for rank in ranks if rank != self._me]
         self._traffic = traffic
-        self._board = Board()
+        self._grace_s = min(_GRACE_S, timeout_s / 3)
+        self._most_silent_s = max(0.9 * timeout_s, timeout_s - _PATIENCE_S)
+        self._interval_s = max(min(timeout_s / 20, max(0.5, len(ranks) / 100)), 0.05)  # 200 datagrams a second at most
+        self._beat: Heartbeat | None = None  # None until the watch is started, and where there are no datagrams
+        self._is_ended = False  # this rank's waits were ended, after a rank was lost
+        self._board = Board(self._is_keeper_silent)
         self._board.post(f"rank/{self._me}", (socket.gethostname(), os.getpid(), _start_of(os.getpid())))
         self._known: dict[int, tuple[str, int, str]] = {}  # host, process and start of ranks, while the store lives
-        self._groups: list[dist.ProcessGroup] = []
+        self._groups: list[dist.ProcessGroup] = []  # those of gloo
+        self._backends: list[Any] = []  # of accelerators, in all groups
         self._key = ""  # prefix of the posted sequences; empty until the watch is started
         self._waits_since = 0.0  # 0: this rank does not wait
         self._num_posted = -1
@@ -184,15 +208,23 @@ class Watch:
         number = _STARTED[group] = _STARTED.get(group, 0) + 1
         self._key = f"watch/{'-'.join(map(str, self._ranks))}/{number}"
         self._groups = [each for each in groups if "cpu:gloo" in dist.get_backend_config(each)]
-        if self._groups:
-            self._thread = threading.Thread(target=self._run, name="tiermem watch", daemon=True)
-            self._thread.start()
+        self._backends = [
+            each._get_backend(device) for each in groups for device in each._device_types if device.type != "cpu"
+        ]
+        with contextlib.suppress(OSError):
+            self._beat = Heartbeat(self._me, self._interval_s, self._newest_call)
+            self._board.post(f"{self._key}/{self._me}/beat", self._beat.address)
+            self._beat.start()
+        self._thread = threading.Thread(target=self._run, name="tiermem watch", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stops the checks. Safe to repeat; blocks until the thread has ended, which may be reading the store."""
         self._is_closed.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if self._beat is not None:
+            self._beat.close()
 
     def meet(self) -> None:
         """Reads the host and process of every rank. Call it after a collective, when all ranks have come. Raises RankLost."""
@@ -214,6 +246,8 @@ class Watch:
     def end_waits(self) -> None:
         """Ends this rank's waits, and the other ranks' waits for it, after a failure. Safe to repeat."""
         self._post_newest()
+        for backend in self._backends:
+            backend.abort()
         for group in self._groups:
             for rank in set(range(group.size())) - {group.rank()}:  # one open connection is enough
                 with contextlib.suppress(RuntimeError):  # the intended time-out
@@ -239,7 +273,7 @@ class Watch:
         """
         self._board.post(f"rank/{self._me}/answered", True)
         is_keeper = self._me == 0 and self._board.is_kept_by_rank_0
-        while is_keeper and not self._board.is_gone and time.monotonic() < since + _GRACE_S:
+        while is_keeper and not self._board.is_gone and time.monotonic() < since + self._grace_s:
             if all(self._board.read(f"rank/{rank}/answered") for rank in set(self._others) - self._lost()):
                 return
             time.sleep(0.05)
@@ -248,7 +282,7 @@ class Watch:
 
     def _explain_loss(self, what: str, error: Exception) -> RankLost:
         self._board.post(f"rank/{self._me}/waits", what)
-        lost, deadline = self._lost(), time.monotonic() + _GRACE_S
+        lost, deadline = self._lost(), time.monotonic() + self._grace_s
         while not lost and time.monotonic() < deadline:
             time.sleep(0.05)
             lost = self._lost()
@@ -269,11 +303,19 @@ class Watch:
             if place is not None:
                 self._known[rank] = place
         lost = {rank for rank, place in list(self._known.items()) if _has_died(*place)}
+        if self._beat is not None:
+            self._beat.tell_dead(lost)
+            lost |= self._beat.dead | self._silent()
         for rank in self._others:
             lost.update(self._board.read(f"rank/{rank}/lost") or ())
         if not lost and self._me != 0 and self._board.is_gone and self._board.is_kept_by_rank_0:
             return {0}
         return lost
+
+    def _silent(self) -> set[int]:
+        """Ranks that were heard, and have not been for so long that they are gone."""
+        beat = self._beat
+        return set() if beat is None else {rank for rank in self._others if beat.silence_s(rank) > self._most_silent_s}
 
     def _absent(self) -> set[int]:
         """Ranks that never posted their host and process: they stopped before, or run another program."""
@@ -290,7 +332,9 @@ class Watch:
 
     def _place(self, rank: int) -> str:
         known = self._known.get(rank)
-        return f" (process {known[1]} on {known[0]})" if known else " (which has not come here)"
+        call = "" if self._beat is None else self._beat.call_of(rank)
+        last = f"; its last call was {call!r}" if call else ""
+        return f" (process {known[1]} on {known[0]}{last})" if known else " (which has not come here)"
 
     # ---- ranks that differ -------------------------------------------------------------------------------------------
 
@@ -310,11 +354,36 @@ class Watch:
         return _difference({rank: calls for rank, calls in sorted(sequences.items()) if calls})
 
     def _run(self) -> None:
-        while not self._is_closed.wait(_LOOK_S):
+        look_s = min(_LOOK_S, self._interval_s)
+        while not self._is_closed.wait(look_s):
+            self._meet_beats()
             since = self._waits_since
-            is_long = since > 0 and time.monotonic() - since > _PATIENCE_S
-            if is_long and (self.difference() is not None or self._lost()):
+            is_long = since > 0 and time.monotonic() - since > min(_PATIENCE_S, self._most_silent_s / 2)
+            if self._is_ended or self._is_lost() or (is_long and (self.difference() is not None or self._lost())):
+                self._is_ended = True
                 self.end_waits()  # again at the next look, if one goes on
+
+    def _is_lost(self) -> bool:
+        """Whether a rank is gone, as far as it can be seen without the store."""
+        dead = {rank for rank in self._others if rank in self._known and _has_died(*self._known[rank])}
+        if self._beat is not None:
+            self._beat.tell_dead(dead)
+            dead |= (self._beat.dead & set(self._others)) | self._silent()
+        return bool(dead) and (self._waits_since > 0 or bool(self._backends))
+
+    def _meet_beats(self) -> None:
+        """Learns where the other ranks hear, as they post it."""
+        if self._beat is not None:
+            for rank in self._others:
+                if not self._beat.knows(rank) and (address := self._board.read(f"{self._key}/{rank}/beat")):
+                    self._beat.know(rank, address)
+
+    def _is_keeper_silent(self) -> bool:
+        return self._beat is not None and self._beat.silence_s(0) > max(_PATIENCE_S, 4 * self._interval_s)
+
+    def _newest_call(self) -> str:
+        newest = self._traffic.newest()
+        return newest[max(newest)] if newest else ""
 
     def _post_newest(self) -> None:
         newest = self._traffic.newest()

@@ -111,7 +111,16 @@ def find_topology(
     control = control_device(group, device or torch.device("cpu"))
     ranks, traffic = dist.get_process_group_ranks(group), Traffic()
     found = Topology(
-        group, rank, world, 1, 0, timeout_s, traffic, Watch(ranks, traffic), replica_group=group, control_device=control
+        group,
+        rank,
+        world,
+        1,
+        0,
+        timeout_s,
+        traffic,
+        Watch(ranks, traffic, timeout_s),
+        replica_group=group,
+        control_device=control,
     )
     if stage == 0:
         return found
