@@ -121,7 +121,7 @@ class Heartbeat:
     def _hear(self, data: bytes, place: tuple[str, int]) -> None:
         try:
             token, rank, call, dead, is_last = json.loads(data)
-        except ValueError:
+        except (ValueError, TypeError):
             return
         if token != self._token or rank not in self._peers:
             return

@@ -1,0 +1,48 @@
+"""When a rank is killed, stopped or exits, do the others name it within 1.5 times the time-out, on any backend?
+
+Rank 0 keeps the store; when it is stopped, the store does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fork_server
+import pytest
+from accelerator.fixture import WHY_SKIPPED
+
+SCRIPT = Path(__file__).parent / "silent_ranks.py"
+TIMEOUT_S = 6.0
+FEW = ["gloo, 0 of 2 stopped in forward", "simccl, 0 of 2 stopped in backward", "simccl, 1 of 2 killed in step"]
+MANY = [
+    f"{backend}, {who} of {world} {how} in {phase}"
+    for backend in ("gloo", "simccl")
+    for who, world in ((1, 2), (2, 4), (0, 4))
+    for how in ("killed", "stopped", "exits")
+    for phase in ("forward", "backward", "step")
+]
+
+
+def assert_survivors_name(names: list[str], out: Path) -> None:
+    if WHY_SKIPPED is not None:
+        names = [name for name in names if name.startswith("gloo")]
+    done = fork_server.run([str(SCRIPT), str(out), *names], 120, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    for name, said in json.loads((out / "found.json").read_text()).items():
+        assert len(said) == int(name.split()[3]) - 1
+        for kind, took_s, words in said.values():
+            assert kind == "RankLost", f"{name}: {kind} {words}\n{(done.stdout + done.stderr)[-3000:]}"
+            assert f"rank {name.split()[1]} (process " in words and "is gone" in words, f"{name}: {words}"
+            assert "its last call was" in words, f"{name}: {words}"
+            assert took_s < 1.5 * TIMEOUT_S, f"{name}: {took_s} s"
+
+
+def test_survivors_name_a_rank_that_is_gone(tmp_path: Path) -> None:
+    assert_survivors_name(FEW, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(MANY), 3))
+def test_survivors_name_a_rank_that_is_gone_in_any_phase(first: int, tmp_path: Path) -> None:
+    assert_survivors_name(MANY[first : first + 3], tmp_path)
