@@ -301,6 +301,10 @@ class Pool:
             raise RuntimeError(f"the slot at {slot.offset} is in the pool already: it was given back twice")
         self._free.append(slot)
 
+    def reset(self) -> None:
+        """Takes every slot back, whoever has it: after an interrupt, when no transfer or thread uses any of them."""
+        self._free = list(reversed(self._slots))
+
     def close(self) -> None:
         """Returns every slot to the arena. All must have been given back."""
         if len(self._free) != self.count:

@@ -86,7 +86,8 @@ class Move:
         self._answered_ns = 0  # time of the queue's answer; a check after it does not count as waiting
         self._failure: OSError | None = None  # `wait` raises a copy, because a raised exception keeps its frames alive
         self._result: Any = owns
-        self._lock = threading.Lock()  # held by the thread that asks the queue; taken before the store's lock
+        # Held by the thread that asks the queue; taken before the store's lock. An interrupt may leave it to this thread.
+        self._lock = threading.RLock()
         if transfers is None:
             self._end()
 
@@ -226,10 +227,13 @@ class Move:
         self._end(self._queue.error_of(answer) or (self._check() if self._check is not None else None))
 
     def _end(self, failure: OSError | None = None) -> None:
+        """Ends the move. After an interrupt the queue is asked again, and this is done again."""
         self._failure = failure
         self._answered_ns = self._answered_ns or time.monotonic_ns()
-        self._owns = self._later = self._check = None
-        on_end, self._on_end = self._on_end, None
-        if on_end:
-            on_end(failure is None)
+        if self._on_end is not None:
+            self._on_end(failure is None)
+        self._on_end = None
         self._is_done = True
+        self._owns = self._later = self._check = None
+        if self._tag is not None:
+            self._queue.end(self._tag)

@@ -270,16 +270,23 @@ class Queue:
         self._queue = queue[0]
         self.engine = _ENGINE_NAMES[chosen[0]]
 
-    def submit(self, ops: Sequence[Op], priority: int = NORMAL) -> int:
-        """Starts transfers and returns the one tag that answers for all of them. Never waits. Raises OSError."""
-        tag = next(self._tags)
+    def new_tag(self) -> int:
+        """A tag that no transfer has."""
+        return next(self._tags)
+
+    def submit(self, ops: Sequence[Op], priority: int = NORMAL, tag: int | None = None) -> int:
+        """Starts transfers and returns the one tag that answers for all of them. Never waits. Raises OSError.
+
+        tag: a `new_tag`, for a caller that has to know it also when the call is interrupted; None: a new one.
+        """
+        tag = next(self._tags) if tag is None else tag
         cast = ffi.cast
         rows = [(cast(_VOID, op.address), op.length, op.offset, tag, op.fd, op.kind, priority, 0) for op in ops]
         batch = ffi.new("tm_op[]", rows)
         check(lib.tm_queue_submit(self.handle, batch, len(rows)), f"submitting {len(rows)} transfers")
         return tag
 
-    def submit_blocks(self, blocks: Blocks, priority: int = NORMAL) -> int:
+    def submit_blocks(self, blocks: Blocks, priority: int = NORMAL, tag: int | None = None) -> int:
         """Starts many transfers of one length, and returns the one tag that answers for all. Never waits.
 
         addresses[i] in memory goes to or comes from offsets[i] in the file; nothing is done per block in Python, so
@@ -290,7 +297,7 @@ class Queue:
             raise ValueError(
                 f"addresses and offsets are two rows of one length; given {addresses.shape}, {offsets.shape}"
             )
-        tag = next(self._tags)
+        tag = next(self._tags) if tag is None else tag
         ops = np.zeros(len(addresses), _OP_DTYPE)
         ops["buffer"], ops["offset"] = addresses, offsets
         ops["length"], ops["tag"] = length, tag
@@ -299,14 +306,22 @@ class Queue:
         check(lib.tm_queue_submit(self.handle, batch, len(ops)), f"submitting {len(ops)} transfers")
         return tag
 
-    def wait(self, tag: int, timeout_s: float | None = None) -> Answer | None:
-        """Blocks until a tag is answered; None after timeout_s. The answer may hold an error: see `raise_for`."""
-        answer = ffi.new("tm_answer *")
+    def new_answer(self) -> Any:
+        """Room for the answer of one tag, for `wait`."""
+        return ffi.new("tm_answer *")
+
+    def wait(self, tag: int, timeout_s: float | None = None, into: Any = None) -> Answer | None:
+        """Blocks until a tag is answered; None after timeout_s. The answer may hold an error: see `raise_for`.
+
+        into: a `new_answer`, which keeps the answer when the call is interrupted, for the next call; None: nothing does.
+        """
+        answer = self.new_answer() if into is None else into
         timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
         code = lib.tm_queue_wait(self.handle, tag, timeout_ns, answer)
         if code == -errno.ETIMEDOUT:
             return None
-        check(code, f"waiting for tag {tag}")
+        if code != -errno.ENOENT or not answer.submitted_ns:  # else an interrupted call has taken it
+            check(code, f"waiting for tag {tag}")
         a, times = answer[0], (answer.submitted_ns, answer.started_ns, answer.finished_ns)
         return Answer(a.error, a.fd, a.kind, a.offset, a.length, a.bytes, *times)
 

@@ -332,30 +332,32 @@ class Queues:
 
         When a later path's queue refuses its part, it first cancels the earlier parts and waits for them.
         """
-        parts: list[_Part] = []
+        tag, parts = next(self._tags), list[_Part]()
+        self._under_way[tag] = parts  # before a queue has them: `end_all` finds them also after an interrupt
         ops: dict[int, list[Op]] = {}  # by descriptor, in their order
         try:
             for each in transfers:
                 if isinstance(each, Op):
                     ops.setdefault(each.fd, []).append(each)
                 else:
-                    queue = self._queue_of(each.fd)
-                    parts.append(_Part(queue, queue.submit_blocks(each, priority)))
+                    parts.append(part := _Part(self._queue_of(each.fd)))
+                    part.queue.submit_blocks(each, priority, part.tag)
             for fd, own in ops.items():
-                queue = self._queue_of(fd)
-                parts.append(_Part(queue, queue.submit(own, priority)))
+                parts.append(part := _Part(self._queue_of(fd)))
+                part.queue.submit(own, priority, part.tag)
         except BaseException:
             for part in parts:
                 part.drop()
             for part in parts:
                 part.look(None)
+            self.end(tag)
             raise
-        tag = next(self._tags)
-        self._under_way[tag] = parts
         return tag
 
     def wait(self, tag: int, timeout_s: float | None = None) -> Answer | None:
         """Blocks until every part has ended; returns None after timeout_s. The answer may hold an error: see `error_of`.
+
+        It may be asked again until `end`.
 
         Unless timeout_s is 0, all parts become urgent: they go before prefetches and write-backs.
         """
@@ -368,11 +370,19 @@ class Queues:
             part.look(None if end_s is None else max(0.0, end_s - time.monotonic()))
         if not all(part.has_ended for part in parts):
             return None
-        del self._under_way[tag]
         for part in parts:
             if part.failure is not None:
                 raise part.failure
         return _joined([part.answer for part in parts if part.answer is not None])
+
+    def end(self, tag: int) -> None:
+        """Forgets a tag that was answered. A second call does nothing."""
+        self._under_way.pop(tag, None)
+
+    def end_all(self) -> None:
+        """Blocks until the kernel has none of the transfers any more; each tag keeps its answer. Raises no OSError."""
+        for part in [part for parts in list(self._under_way.values()) for part in parts]:
+            part.look(None)
 
     def error_of(self, answer: Answer) -> TransferError | None:
         """The error that the answer holds, if any."""
@@ -438,11 +448,12 @@ def add_counters(several: Sequence[Counters]) -> Counters:
 class _Part:
     """The part of a tag in one path's queue, and its answer after its end."""
 
-    def __init__(self, queue: Queue, tag: int) -> None:
+    def __init__(self, queue: Queue) -> None:
         self.answer: Answer | None = None
         self.failure: OSError | None = None  # of the queue itself
-        self._queue = queue
-        self._tag = tag
+        self.queue = queue
+        self.tag = queue.new_tag()
+        self._told = queue.new_answer()  # an interrupt after the queue has told it does not lose it
 
     @property
     def has_ended(self) -> bool:
@@ -453,19 +464,19 @@ class _Part:
         if self.has_ended:
             return
         try:
-            self.answer = self._queue.wait(self._tag, timeout_s)
+            self.answer = self.queue.wait(self.tag, timeout_s, self._told)
         except OSError as error:
             self.failure = error
 
     def promote(self) -> None:
         if not self.has_ended:
             with contextlib.suppress(OSError):  # ENOENT: it has just been answered
-                self._queue.promote(self._tag, URGENT)
+                self.queue.promote(self.tag, URGENT)
 
     def drop(self) -> None:
         if not self.has_ended:
             with contextlib.suppress(OSError):
-                self._queue.cancel(self._tag)
+                self.queue.cancel(self.tag)
 
 
 def _joined(answers: list[Answer]) -> Answer:

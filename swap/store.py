@@ -584,6 +584,14 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             if error is not None:
                 raise error
 
+    def end_transfers(self) -> None:
+        """Blocks until the kernel has no transfer of the store's moves, also one that an interrupt has left without a move.
+
+        Raises no OSError: each move keeps its answer.
+        """
+        if self._held.open_queues is not None:
+            self._held.open_queues.end_all()
+
     def _end_queues(self) -> None:
         """Waits for every transfer and closes the queues; the next transfer opens new ones."""
         while True:

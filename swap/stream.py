@@ -257,21 +257,22 @@ class Reading:
 
     def wait(self) -> list[torch.Tensor]:
         """Returns the bytes of each range, valid until `release`. Blocks; raises OSError that names the file."""
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            queue, tag = in_flight
+        if self._in_flight is not None:
+            queue, tag = self._in_flight
             queue.finish(tag)
+            self._in_flight = None
         for part in self._parts:
             part.read_tail()
         return [part.data for part in self._parts]
 
     def release(self) -> None:
         """Gives the memory back, after it has cancelled or waited for reads in flight. A second call does nothing."""
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            queue, tag = in_flight
-            queue.cancel(tag)
-            queue.wait(tag)
+        if self._in_flight is not None:
+            queue, tag = self._in_flight
+            with contextlib.suppress(OSError):  # ENOENT: it was answered, and its error was raised or an interrupt came
+                queue.cancel(tag)
+                queue.wait(tag)
+            self._in_flight = None
         parts, self._parts = self._parts, []
         self._give_back(parts)
 

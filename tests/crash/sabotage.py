@@ -14,11 +14,27 @@ from typing import Any
 
 from tiermem.checkpoint.saving import commit, publish
 from tiermem.checkpoint.saving.commit import Commits
+from tiermem.optim.tiles import StateTiles
 from tiermem.swap import durable
 from tiermem.swap.files import Segment
 from tiermem.swap.run_folder import SEGMENT, RunFolder
 from tiermem.swap.store import TensorStore
 from tiermem.zero.step_run import StepRun
+
+
+def counts_come_before_the_mark() -> None:
+    """A step counts itself before it marks the model as torn, and only an exception in its tiles' run does."""
+    step, enter = StateTiles.step, contextlib.nullcontext()
+    StepRun.changing_all = lambda steps: enter  # type: ignore[method-assign]
+
+    def marking(tiles: StateTiles, *args: Any, **kwargs: Any) -> None:
+        try:
+            step(tiles, *args, **kwargs)
+        except BaseException:
+            tiles._shards.steps.is_torn = True
+            raise
+
+    StateTiles.step = marking  # type: ignore[method-assign]
 
 
 def store_is_not_synced() -> None:
@@ -190,4 +206,5 @@ LEAKS: dict[str, Callable[[], None]] = {
 FAULTS: dict[str, Callable[[], None]] = {
     each.__name__: each for each in (failed_syncs_are_not_told, files_go_before_their_manifest)
 }
-WAYS = DEATHS | LEAKS | FAULTS
+INTERRUPTS: dict[str, Callable[[], None]] = {counts_come_before_the_mark.__name__: counts_come_before_the_mark}
+WAYS = DEATHS | LEAKS | FAULTS | INTERRUPTS

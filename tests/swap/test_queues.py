@@ -39,21 +39,26 @@ class FakeQueue:
         self.opened[self.fd] = self
         self.log: list[tuple[Any, ...]] = []
 
-    def submit(self, ops: list[Op], priority: int) -> int:
+    def new_tag(self) -> int:
+        return 100 + len([what for what, *_ in self.log if what in ("submit", "blocks")])
+
+    def new_answer(self) -> None:
+        return None
+
+    def submit(self, ops: list[Op], priority: int, tag: int) -> int:
         if self.fd in self.refuses:
             raise OSError(self.refuses[self.fd], "refused")
-        tag = 100 + len([what for what, *_ in self.log if what == "submit"])
         self.log.append(("submit", [op.offset for op in ops], priority))
         return tag
 
-    def submit_blocks(self, blocks: Blocks, priority: int) -> int:
+    def submit_blocks(self, blocks: Blocks, priority: int, tag: int) -> int:
         self.log.append(("blocks", blocks.offsets.tolist(), blocks.length, priority))
-        return 7
+        return tag
 
     def end(self, tag: int = 100, error: int = 0, times: tuple[int, int, int] = (1, 2, 3)) -> None:
         self.answers[tag] = Answer(error, self.fd, READ, 4096 * self.fd, 512, 4096, *times)
 
-    def wait(self, tag: int, timeout_s: float | None = None) -> Answer | None:
+    def wait(self, tag: int, timeout_s: float | None, into: None) -> Answer | None:
         self.log.append(("wait", tag, timeout_s))
         assert timeout_s is not None or tag in self.answers  # else the test would hang
         return self.answers.pop(tag, None)
@@ -135,6 +140,8 @@ def test_tag_on_two_paths_is_answered_when_both_have_ended(fakes: dict[int, Fake
     assert answer is not None
     assert (answer.error, answer.num_bytes) == (0, 8192)
     assert (answer.submitted_ns, answer.started_ns, answer.finished_ns) == (3, 5, 9)
+    assert queues.wait(tag) == answer  # it may be asked again until `end`
+    queues.end(tag)
     with pytest.raises(OSError, match="was answered already") as refusal:
         queues.wait(tag)
     assert refusal.value.errno == errno.ENOENT

@@ -102,11 +102,12 @@ class ShardedModel:
             factor = self._factor(scale, clip_factor(norm, max_norm))
             planned = self._planned if factor == self._factor(scale) else None
             self._planned = None
-            for live in trainable:
-                self._count_steps(live)
-            commits = self._tentative is not None and self._tentative.end(scale, factor)
-            self.tiles.step(self._next_steps(factor), commits=commits, planned=planned)
-            self._regather(trainable)
+            with shards.steps.changing_all():
+                for live in trainable:
+                    self._count_steps(live)
+                commits = self._tentative is not None and self._tentative.end(scale, factor)
+                self.tiles.step(self._next_steps(factor), commits=commits, planned=planned)
+                self._regather(trainable)
             shards.prefetcher.end_pass(may_gather=is_accelerator(shards.device))
         return norm
 
@@ -162,9 +163,10 @@ class ShardedModel:
         shards = self._shards
         if any(self.is_refused(each) for each in shards.homes.sums_of_squares(live.unit.shards)):
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
-        self._count_steps(live)
         shards.prefetcher.outdate(live)
-        self.tiles.step(self._next_steps(1.0 / shards.homes.divisor), live, grads)
+        with shards.steps.changing_all():
+            self._count_steps(live)
+            self.tiles.step(self._next_steps(1.0 / shards.homes.divisor), live, grads)
         for shard in live.unit.shards:
             shard.gradient.forget()
         return shards.steps.copied

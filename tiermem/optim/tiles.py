@@ -198,27 +198,27 @@ class StateTiles:
         commits: whether `attempt` has stepped its tiles as this step would, to the bit; they are then not stepped again.
         planned: what `plan` has planned as this step would; None: nothing.
 
+        The caller calls it inside `StepRun.changing_all`, with all else that a step changes.
+
         Blocks, or with overlap "forward" until all units that are not streamed are stepped (zero/step_run.py); a tile's first
         step always blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
         """
         shards, act = self._shards, Stepping(self._shards.workers, rule_of, kept=self._kept)
         if planned is not None:
-            with shards.steps.changing_all():
-                self._run(*planned)
+            self._run(*planned)
             return
         tiles = self._in_order() if live is None else self._of_unit.get(live, ())
         if self._link is not None:
             self._link.wait_stream(current_stream(shards.device))
         work = TilePass(shards, self.names, act, is_step=True, grads=grads, link=self._link, stream=self._stream)
-        with shards.steps.changing_all():
-            if self._is_overlapped and live is None and all(tile.is_started for tile in tiles):
-                at_once = [each.unit.index for each in self._of_unit if not each.is_streamed]
-                try:
-                    shards.steps.start(tiles, work, at_once, "compute", self._accept if commits else None)
-                finally:
-                    work.finish()
-            else:
-                self._run(tiles, work)
+        if self._is_overlapped and live is None and all(tile.is_started for tile in tiles):
+            at_once = [each.unit.index for each in self._of_unit if not each.is_streamed]
+            try:
+                shards.steps.start(tiles, work, at_once, "compute", self._accept if commits else None)
+            finally:
+                work.finish()
+        else:
+            self._run(tiles, work)
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one state of a parameter: fp32, flat, without padding. Blocks; raises OSError.

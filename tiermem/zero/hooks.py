@@ -21,6 +21,10 @@ Any module of the tree may be called by itself, any number of times:
     a module around such modules            needs nothing; its call shows where a pass begins, and its output shows backward
     a parameter that is always present      needs no module: a hook on the parameter shows that a backward has begun
 
+An exception that torch does not show to hooks (KeyboardInterrupt, SystemExit, CancelledError) leaves frames of a forward. They
+are dropped when the call that began it is on no thread's stack any more. One that ends a hook leaves the prefetcher's mark, or
+that of the backward. `recover` then makes every unit absent before the next pass, step or close.
+
 The function given to `call_on_backward` is called when a backward begins, after the last step has ended: reads for the next
 step may begin then. They are behind all other transfers, so that they take the disk only when it is idle.
 """
@@ -30,8 +34,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -49,7 +55,7 @@ from tiermem.zero.prefetcher import Frame, Prefetcher, Use, Uses
 from tiermem.zero.registry import Uncopied
 from tiermem.zero.step_run import StepRun
 from tiermem.zero.unit import reads_weights_again
-from tiermem.zero.unit_state import LiveUnit, needed_by_module
+from tiermem.zero.unit_state import LiveUnit, needed_by_module, reset_all
 
 
 class Hooks(Uncopied):
@@ -87,6 +93,10 @@ class Hooks(Uncopied):
         self._uses = Uses(units)
         self._held: list[Use] = []  # uses whose units the backward under way holds
         self._frames: list[Frame] = []  # forwards under way, the innermost last
+        self._call: dict[
+            str, _Call
+        ] = {}  # at most one: the outermost forward under way. A dict, since `setdefault` is one step
+        self._is_joined = False  # inside `joined`
         self._returned: list[LiveUnit] = []  # units of parameters that the model returned; held until backward ends
         self._leader: nn.Module | None = None  # the module whose call began the pass
         self._pass_kind: tuple[bool, bool] | None = None
@@ -192,10 +202,43 @@ class Hooks(Uncopied):
             self._record("forward", frame.use)
             marks.mark(made, frame.use, self._hold)
 
-    def is_outermost(self, module: nn.Module) -> bool:
-        """Whether a call of a module that begins now is the outermost one, outside backward."""
-        is_joined = self._ending is not None and self._ending() is not None
-        return not (marks.in_backward() or is_joined or (self._frames and module is not self._root))
+    def is_outermost(self) -> bool:
+        """Whether a call of a module that begins now is the outermost one, outside backward.
+
+        Raises RuntimeError while another thread is in a forward or a backward of the model.
+        """
+        if marks.in_backward():
+            return False
+        is_in_backward = self._ending is not None and self._ending() is not None
+        if self._is_joined and is_in_backward:
+            return False
+        if is_in_backward and self.is_foreign and _is_alive(self.thread):
+            raise _in_another_thread("backward")
+        own = _Call.of_now()
+        found = self._call.setdefault("outermost", own)
+        if found is not own and found.is_under_way:
+            if found.thread != own.thread:
+                raise _in_another_thread("forward")
+            return False
+        self._call["outermost"] = own
+        return True
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this thread is another one than that of the last pass, and not one of a backward."""
+        return self.thread != threading.get_ident() and not marks.in_backward()
+
+    def recover(self) -> None:
+        """Before a call of the user: completes what an interrupt has left half-way. Blocks; raises OSError of a step.
+
+        Does nothing inside a forward or a backward, nor if all is well.
+        """
+        if marks.in_backward() or not (self._frames or self.prefetcher.is_torn) or self.may_lend:
+            return
+        self._drop_frames()
+        if self.prefetcher.is_torn:
+            self._steps.finish_tiles()  # it may write to a buffer of a unit
+            self.prefetcher.recover(functools.partial(reset_all, self._units))
 
     def begin_outermost(self, module: nn.Module) -> bool:
         """Begins the outermost call. Returns whether it begins a pass; then the prefetcher has to start fetching.
@@ -206,6 +249,8 @@ class Hooks(Uncopied):
         self.thread = threading.get_ident()
         self._abandon_backward()
         self._drop_frames()
+        self.recover()
+        self._steps.check_whole()
         for live in self._units:
             if live.num_users:
                 live.let_all_go()
@@ -235,8 +280,9 @@ class Hooks(Uncopied):
                 self._returned.append(live)
         if frame.use is not None and not frame.use.units:
             marks.mark(made, self, Hooks.watch_backward)
-        if module is self._root and not torch.is_grad_enabled():
+        if module is self._root and not torch.is_grad_enabled() and not self.prefetcher.is_torn:
             self.prefetcher.end_pass()  # of an evaluation: weights do not change before the next pass
+        self._call.clear()
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
@@ -249,12 +295,14 @@ class Hooks(Uncopied):
         self.prefetcher.acquire()
         self._is_training_pass = False
         ending, before = self._expect_end(), self.receive_if(lambda: False)
+        self._is_joined = True
         try:
             yield
         except BaseException:
             self._abandon_backward()
             raise
         finally:
+            self._is_joined = False
             self.receive_if(before)
         ending()
 
@@ -274,16 +322,19 @@ class Hooks(Uncopied):
     def _drop_frames(self) -> None:
         """Drops frames of a forward that an interrupt has ended, for which no hook was called."""
         if self._frames:
-            self._frames.clear()
             for hooks in self._by_module.values():
                 hooks.forget_frames()
+            self._frames.clear()
 
     # ---- parameters of other modules -------------------------------------------------------------------------------------
 
     @property
     def may_lend(self) -> bool:
         """Whether a forward or a backward is under way, so that every rank makes the same call."""
-        return bool(self._frames) or marks.in_backward()
+        if marks.in_backward():
+            return True
+        found = self._call.get("outermost")
+        return bool(self._frames) and (found is None or found.is_under_way)
 
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a torch function with resting parameters gathered (access.py). Collective; blocks."""
@@ -365,7 +416,6 @@ class Hooks(Uncopied):
     @marks.outside_transforms
     def finish_backward(self) -> None:
         """Receives the remaining gradients and releases every held unit. Called automatically at the end of backward."""
-        self._ending = None
         self._uses.forget_promises()
         self.answer_held()
         while self._returned:
@@ -376,6 +426,7 @@ class Hooks(Uncopied):
             for live in self._units:
                 if live.unit.is_trainable:
                     self._homes.show(live.unit)
+        self._ending = None
 
     def _hold(self, use: Use, grad: torch.Tensor | None = None) -> None:
         """The gradient of a tensor that a forward returned has come: holds the use's units for its backward."""
@@ -433,11 +484,17 @@ class Hooks(Uncopied):
             if self._ending() is not None:
                 return
             self._abandon_backward()  # the earlier backward ended in an exception
+        self.recover_in_backward()
         self._steps.end()
-        ending = self._expect_end()
         self._watched = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(self._expect_end())
         self.begin_backward()
+
+    def recover_in_backward(self) -> None:
+        """`recover` at the first sign of a backward, when no forward is under way."""
+        if self.prefetcher.is_torn and not self._frames:
+            self._steps.finish_tiles()
+            self.prefetcher.recover(functools.partial(reset_all, self._units))
 
     def _expect_end(self) -> Callable[[], None]:
         """Returns the function that ends a backward. When nothing holds it any more, an exception has ended the backward."""
@@ -462,10 +519,49 @@ class Hooks(Uncopied):
         """After a backward that ended in an exception: releases its units and drops its gradients."""
         if self._ending is not None:
             self._homes.abandon()
-        self._ending = None
         while self._held:
             self._let_go(self._held[-1])
         self._returned.clear()
+        self._ending = None
+
+
+class _Call:
+    """An outermost forward: its thread, and torch's Python frame of it."""
+
+    def __init__(self, thread: int, frame: types.FrameType | None) -> None:
+        self.thread = thread
+        self._frame = frame
+
+    @classmethod
+    def of_now(cls) -> _Call:
+        """The call of a module that runs its hooks now."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != _OF_MODULES:
+            frame = frame.f_back
+        return cls(threading.get_ident(), frame)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the call has not ended. An exception may have ended it without a hook."""
+        is_here = self.thread == threading.get_ident()
+        frame = sys._getframe(1) if is_here else sys._current_frames().get(self.thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+_OF_MODULES = nn.Module.__call__.__code__.co_filename
+
+
+def _is_alive(thread: int) -> bool:
+    return any(each.ident == thread for each in threading.enumerate())
+
+
+def _in_another_thread(phase: str) -> RuntimeError:
+    return RuntimeError(
+        f"another thread is in a {phase} of this model, whose fetches use the same buffers: wait until it has ended, or call "
+        "the model in that thread"
+    )
 
 
 class _ModuleHooks:
@@ -521,11 +617,11 @@ class _ModuleHooks:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is not self.module:  # the hook of a copy
             return
-        self._frames.append(None)
         hooks = self._hooks
-        is_outermost = hooks.is_outermost(module)
+        is_outermost = hooks.is_outermost()
         if is_outermost and hooks.begin_outermost(module):
             hooks.prefetcher.acquire()
+        self._frames.append(None)
         for live in self.needed:
             hooks.prefetcher.acquire(live)
         frame = hooks.enter(self.needed, args, kwargs, reads_weights_again(module))
@@ -537,7 +633,7 @@ class _ModuleHooks:
 
     @marks.outside_graphs
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        ended = module is self.module and self._frames
+        ended = module is self.module and self._frames and not self._hooks.is_foreign
         frame, is_outermost = (self._frames.pop() if ended else None) or (None, False)
         if frame is None:
             return

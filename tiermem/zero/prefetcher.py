@@ -306,12 +306,16 @@ class Prefetcher(Generic[T]):
     or the disk. A unit on NVMe is gathered ahead when it is the next one, whether its read has ended or not. Reads further
     ahead may differ between ranks.
 
+    Each change is marked while it lasts (`is_torn`). A mark that is left tells of an interrupt: then nothing is fetched or
+    released until `recover`, which the next pass, step or close calls.
+
     Args:
         units: all units, by index.
         order: the expected order of uses.
     """
 
     def __init__(self, units: Sequence[T], order: Order, limits: Limits) -> None:
+        self.is_torn = False  # a change has not ended
         self._units = units
         self.order = order
         self._limits = limits
@@ -327,44 +331,70 @@ class Prefetcher(Generic[T]):
 
         may_gather: whether gathers of units that are expected next may begin. Blocks; raises OSError when a read failed.
         """
+        if self.is_torn:
+            raise RuntimeError(
+                "an exception has ended this forward or backward in the midst of a fetch, so that it cannot go on: call the "
+                "model again"
+            )
+        self.is_torn = True
         if live is not None:
             live.hold()
             if not live.is_streamed:
                 live.use()
+                self.is_torn = False
                 return
             self.order.use(live.unit.index)
         for each, transition in self._due(live, may_gather):
             try:
                 transition()
-            except BaseException:
+            except (OSError, RuntimeError):
                 self._evict(each)
+                self.is_torn = False
                 raise
         self._last = live or self._last
+        self.is_torn = False
 
     @outside_transforms
     def release(self, live: T, may_evict: bool = True) -> None:
         """Removes a user of a unit. Without users it may be evicted: now if its next use is beyond reuse_numel."""
-        live.let_go()
-        if not may_evict or not live.is_streamed or live.num_users or live.state is not UnitState.PRESENT:
+        if self.is_torn:
             return
+        self.is_torn = True
+        live.let_go()
+        is_idle = may_evict and live.is_streamed and not live.num_users and live.state is UnitState.PRESENT
         is_bounded = self._limits.reuse_numel < math.inf and live.unit.takes_buffer
-        if is_bounded and self._distance_numel(live) > self._limits.reuse_numel:
+        if is_idle and is_bounded and self._distance_numel(live) > self._limits.reuse_numel:
             self._evict(live)
+        self.is_torn = False
+
+    def recover(self, reset: Callable[[], None]) -> None:
+        """After an interrupt that has left the mark. reset: makes every unit absent and all buffers free. Blocks."""
+        reset()
+        self._staged.clear()
+        self._full.clear()
+        self._full_numel = 0
+        self.is_torn = False
 
     def empty(self) -> None:
         """Evicts every streamed unit: before weights change, and at the end. Blocks for gathers under way."""
+        self.is_torn = True
         for live in self._units:
             live.outdate()
         for live in self._units:
             if live.is_streamed and live.state is not UnitState.HOME:
                 live.let_all_go()
                 self._evict(live)
+        self.is_torn = False
 
     def outdate(self, live: T) -> None:
         """Evicts a unit without users whose weights are about to change where they rest."""
+        if self.is_torn:
+            return
+        self.is_torn = True
         live.outdate()
         if live.state is not UnitState.HOME and live.is_streamed:
             self._evict(live)
+        self.is_torn = False
 
     def has_room_for(self, units: Iterable[T]) -> bool:
         """Whether these units can be in use at once."""

@@ -388,6 +388,7 @@ class Shards:
         self.store.check_process()
         self.steps.finish_tiles() if is_step else self.steps.finish()
         self.steps.check_whole()
+        self.hooks.recover()
         self.take_writes()
 
     def is_of_leaf(self, param: nn.Parameter) -> bool:
@@ -583,6 +584,7 @@ class Shards:
                 ending.callback(self.steps.finish)
                 for each in self._attached:
                     each.close()
+            self.hooks.recover()
             self.prefetcher.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.store.settle()

@@ -72,7 +72,8 @@ class StepRun:
     """
 
     def __init__(self, program: Program[Any]) -> None:
-        self.is_torn = False  # a step or a restore failed half-way
+        self.is_torn = False  # a step or a restore has not ended; it failed or was interrupted, or it is under way now
+        self._is_changing = False  # it is under way now
         self.has_slot = False  # the disk space of steps under backward is taken
         self.num_early = 0  # steps that took what backward had stepped
         self.num_redone = 0  # steps whose tiles were stepped in backward, dropped and stepped again
@@ -154,11 +155,12 @@ class StepRun:
         try:
             self._program.finish()
         finally:
-            self.is_torn |= not self._program.is_running and self._program.has_failed
+            if not self._program.is_running and self._program.has_failed:
+                self.is_torn, self._is_changing = True, False
 
     def check_whole(self) -> None:
         """Raises RuntimeError if the model is torn."""
-        if self.is_torn:
+        if self.is_torn and not self._is_changing:
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
                 "checkpoint that is whole, or close it"
@@ -192,11 +194,25 @@ class StepRun:
         self._program.drop()
         self.is_torn, self._due = False, None
 
-    @contextlib.contextmanager
-    def changing_all(self) -> Iterator[None]:
-        """A block that changes many states. If it fails, the model is torn."""
-        try:
-            yield
-        except BaseException:
-            self.is_torn = True
-            raise
+    def changing_all(self) -> contextlib.AbstractContextManager[None]:
+        """A block that changes many states. If it fails, or an interrupt ends it, the model is torn. Not to be nested."""
+        return _Changing(self)
+
+
+class _Changing(contextlib.AbstractContextManager[None]):
+    """Marks the model as torn, and clears the mark at the end of a block that did not fail.
+
+    An interrupt before `__exit__` of a block that has ended leaves both marks: the model is whole, and is not refused.
+    """
+
+    def __init__(self, steps: StepRun) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> None:
+        self._steps._is_changing = True
+        self._steps.is_torn = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._steps.is_torn = False
+        self._steps._is_changing = False

@@ -57,10 +57,16 @@ class Stages:
             self._reads[stage.slot.offset] = read
         self._pool.give_back(stage.slot)
 
+    def reset(self) -> None:
+        """Takes every buffer back after an interrupt, when no read fills any of them. Blocks for copies out of them."""
+        self.settle()
+        self._pool.reset()
+
     def settle(self) -> None:
         """Blocks until the accelerator copies out of no buffer. Call it before their memory ends."""
-        while self._reads:
-            self._reads.popitem()[1].synchronize()
+        for read in list(self._reads.values()):
+            read.synchronize()
+        self._reads.clear()
 
 
 LAYOUTS = "layout"
@@ -158,6 +164,17 @@ class Passage:
         if self._is_outdated or self._written is None:
             self._written, self._is_outdated = record(current_stream(self.device)), False
         self.copies.wait_event(self._written)
+
+    def reset(self) -> None:
+        """Takes every buffer back after an interrupt, when no unit has any of them. Blocks for transfers."""
+        self.store.end_transfers()
+        if self.owner is not None:
+            for stream in (current_stream(self.device), self.copies):
+                assert stream is not None
+                self.owner.wait_stream(stream)
+        for each in (self.slots, self.stages, self.slab):
+            if each is not None:
+                each.reset()
 
     def close(self) -> None:
         """Ends the threads, and waits for copies out of the buffers. No read may be under way. Blocks."""
@@ -299,6 +316,7 @@ class UnitMemory:
 
     def __init__(self, unit: Unit, passage: Passage, held: torch.Tensor | None = None) -> None:
         self.unit = unit
+        self._passage = passage
         self._owner = passage.owner
         self._allocated: torch.Event | None = None  # the owner may give the memory from here on
         self._home_read: torch.Event | None = None  # the accelerator has read the shard in host memory
@@ -350,9 +368,8 @@ class UnitMemory:
             return
         data = self.take_slot().tensor[: self.unit.full_bytes]
         if self._may_swap:
-            lender = torch.from_numpy(data.numpy()).untyped_storage()
-            self._storage._swap_data_ptr_(lender)  # type: ignore[attr-defined]
-            self._lender = lender
+            self._lender = torch.from_numpy(data.numpy()).untyped_storage()
+            self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
         else:
             self.allocate()
             self.full.view(torch.uint8).copy_(data)
@@ -464,8 +481,28 @@ class UnitMemory:
                     self._storage.resize_(0)
         if self._slot is not None:
             assert self._slots is not None
-            self._slots.give_back(self._slot)
-            self._slot = None
+            slot, self._slot = self._slot, None
+            self._slots.give_back(slot)
+
+    def reset(self) -> None:
+        """Releases the bytes, also after an interrupt, whatever it has left; its buffers are the caller's to take back.
+
+        Each statement may be the last one of a call, and the next call completes what is left.
+        """
+        if self._is_held:
+            return
+        if self._nan is not None:
+            self._nan = torch.empty(0, dtype=torch.uint8).untyped_storage()
+            under = self._passage.nan_storage(self.unit.full_bytes)
+            self._storage._swap_data_ptr_(under)  # type: ignore[attr-defined]
+        elif self._place is not None or self._lender is not None:
+            empty = torch.empty(0, dtype=torch.uint8, device=self.full.device).untyped_storage()
+            self._storage._swap_data_ptr_(empty)  # type: ignore[attr-defined]
+        else:
+            self._storage.resize_(0)
+        self._lender = self._slot = self._place = self._filled = self._allocated = None
+        self._users.clear()
+        self._ends.clear()
 
     def _take_place(self) -> None:
         assert self.slab is not None and self._place is None

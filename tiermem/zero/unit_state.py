@@ -98,7 +98,7 @@ class LiveUnit:
         self.entry = entry
         self.shard = shard
         self._gather = gather
-        self._passage = passage
+        self.passage = passage
         self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
         self.num_users = 0  # modules in forward, and uses in backward, that need it now
         self._is_kept = False  # present outside the prefetcher's buffers
@@ -145,7 +145,7 @@ class LiveUnit:
     @property
     def is_staged(self) -> bool:
         """Whether its read goes into a stage rather than straight into the full layout."""
-        return self._gather is not None or self._passage.slots is None
+        return self._gather is not None or self.passage.slots is None
 
     @property
     def holds_stage(self) -> bool:
@@ -160,7 +160,7 @@ class LiveUnit:
     @property
     def is_stepped(self) -> bool:
         """Whether its weights at rest are those of the last step, so that a copy of them need not wait."""
-        return self._passage.steps.is_stepped(self.unit.index)
+        return self.passage.steps.is_stepped(self.unit.index)
 
     # ---- transitions -------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class LiveUnit:
         """HOME -> READING: starts the read of the shard. The caller ensures that a buffer is free. Does not block."""
         self._check(UnitState.READING, UnitState.HOME)
         assert self.entry is not None
-        num_bytes, passage = round_up(self.unit.shard_bytes, ALIGNMENT), self._passage
+        num_bytes, passage = round_up(self.unit.shard_bytes, ALIGNMENT), self.passage
         slot = self._take_stage().slot if self.is_staged else self.memory.take_slot()
         if passage.copies is None:
             first = 0 if self.is_staged or not self.unit.is_widened else self.unit.full_bytes - self.unit.shard_bytes
@@ -203,11 +203,11 @@ class LiveUnit:
         self._check(UnitState.GATHERING, UnitState.HOME, UnitState.READING)
         assert self._gather is not None
         self._await_read()
-        start_ns, copies = time.monotonic_ns(), self._passage.copies
+        start_ns, copies = time.monotonic_ns(), self.passage.copies
         if self.shard is not None:
-            self._passage.steps.await_unit(self.unit.index)
-            self._passage.await_written(self.shard)
-        with self._passage.filling():
+            self.passage.steps.await_unit(self.unit.index)
+            self.passage.await_written(self.shard)
+        with self.passage.filling():
             self.memory.allocate_slot()
             self._gather.put(self.shard if self.shard is not None else self._staged())
             read = record(copies) if copies is not None else None
@@ -226,17 +226,17 @@ class LiveUnit:
         """
         self._check(UnitState.COPYING, UnitState.HOME)
         assert self.shard is not None
-        if self._passage.copies is None:
-            self._passage.steps.await_unit(self.unit.index)
+        if self.passage.copies is None:
+            self.passage.steps.await_unit(self.unit.index)
             self.memory.allocate_slot()
             self.memory.full.copy_(self.shard)  # of a unit in place to itself, which does nothing
         else:
-            self._passage.await_written(self.shard)
+            self.passage.await_written(self.shard)
             self.memory.allocate()
             try:
-                copied = self._copy(self._passage.steps.stepped(self.unit.index))
+                copied = self._copy(self.passage.steps.stepped(self.unit.index))
             finally:
-                self.memory.note_home_read(record(self._passage.copies))
+                self.memory.note_home_read(record(self.passage.copies))
             self._end_filling(copied)
         self._become(UnitState.COPYING)
 
@@ -244,11 +244,11 @@ class LiveUnit:
         """READING, GATHERING or COPYING -> PRESENT: waits for the bytes and shows them. Blocks; raises OSError, RankLost."""
         self._check(UnitState.PRESENT, UnitState.READING, UnitState.GATHERING, UnitState.COPYING)
         if isinstance(self._coming, _Gathering):
-            gathering, self._coming = self._coming, None
-            self._await_gather(gathering)
+            self._await_gather(self._coming)
+            self._coming = None
         elif isinstance(self._coming, StagedRead):
             self._end_staged()
-        elif self.state is UnitState.READING and self._passage.copies is None:
+        elif self.state is UnitState.READING and self.passage.copies is None:
             self._await_read()
             self.memory.allocate_slot()
             widen(self.memory.full, self.memory.travels)
@@ -257,8 +257,7 @@ class LiveUnit:
 
     def drop(self) -> None:
         """Any state -> HOME. Cancels a read under way; waits for an exchange under way. Raises RankLost."""
-        coming, self._coming = self._coming, None
-        read: torch.Event | None = None
+        coming, read = self._coming, None
         try:
             if isinstance(coming, _Gathering):
                 self._await_gather(coming)
@@ -266,12 +265,33 @@ class LiveUnit:
                 coming.cancel()
                 read = coming.copied if isinstance(coming, StagedRead) else None
         finally:
+            self._coming = None
             before = self.state
             self._become(UnitState.HOME)
             if before is UnitState.PRESENT:
                 self._point()
             self._give_stage_back(read)
             self.memory.free()
+
+    def reset(self) -> None:
+        """Any state, also one that an interrupt has left half-way -> HOME without users; a second call completes the first.
+
+        Blocks for transfers. Its buffers are the caller's to take back.
+        """
+        if self.unit.is_resident:
+            self.num_users = 0
+            return
+        if isinstance(self._coming, _Gathering):
+            self._coming.pending.end()
+        elif self._coming is not None:
+            self._coming.cancel()
+        self._coming = self._stage = None
+        self._is_kept = False
+        self.num_users = 0
+        self._become(UnitState.HOME)
+        self._point()
+        absent.rest(self._changing)
+        self.memory.reset()
 
     def keep(self, fill: Callable[[UnitMemory], None]) -> None:
         """HOME -> PRESENT: `fill` fills it in torch's own memory. It is not streamed until `end_keeping`."""
@@ -304,7 +324,7 @@ class LiveUnit:
     def may_exchange(self) -> bool:
         """Whether `exchange` is possible: the shard rests in the CPU's memory, and this torch can."""
         is_near = self.shard is not None and not is_accelerator(self.shard.device)
-        return is_near and self._passage.may_exchange
+        return is_near and self.passage.may_exchange
 
     def exchange(self, values: torch.Tensor) -> None:
         """Gives the shard other values and the tensor those of the shard, without copies. values: a result of `apart`.
@@ -317,7 +337,7 @@ class LiveUnit:
 
     def outdate(self) -> None:
         """Notes that the weights are about to change where they rest: a second copy of them is not used again."""
-        self._passage.note_outdated()
+        self.passage.note_outdated()
         if self._gather is not None:
             self._gather.outdate()
 
@@ -466,7 +486,7 @@ class LiveUnit:
         if self.is_present:
             self._become(UnitState.HOME)
             self._point()
-            if self._passage.may_swap:
+            if self.passage.may_swap:
                 zeros = torch.from_numpy(np.zeros(self.unit.full_bytes, np.uint8)).untyped_storage()
                 self.memory.full.untyped_storage()._swap_data_ptr_(zeros)  # type: ignore[attr-defined]
         absent.rest(self._params)
@@ -516,18 +536,18 @@ class LiveUnit:
 
     def _await_read(self) -> None:
         if (read := self.move) is not None:
-            self._coming = None
             read.wait()
+            self._coming = None
 
     def _await_gather(self, gathering: _Gathering) -> None:
         wait_ns = time.monotonic_ns()
-        with self._passage.filling():
+        with self.passage.filling():
             gathering.pending.wait()
             end_ns = time.monotonic_ns()
             widen(self.memory.full, self.memory.travels)
-            if self._passage.copies is not None:
-                self._end_filling(record(self._passage.copies))
-        name, recorder = self.unit.name, self._passage.store.recorder
+            if self.passage.copies is not None:
+                self._end_filling(record(self.passage.copies))
+        name, recorder = self.unit.name, self.passage.store.recorder
         recorder.add("wait", f"gather {name}", wait_ns, end_ns)
         recorder.add("gather", name, gathering.start_ns, end_ns, self.unit.full_bytes)
 
@@ -536,7 +556,7 @@ class LiveUnit:
 
         ranges: of its elements. Each is copied before the next one is asked for, and the rest at the end.
         """
-        shard, copies = self.shard if self.shard is not None else self._staged(), self._passage.copies
+        shard, copies = self.shard if self.shard is not None else self._staged(), self.passage.copies
         assert copies is not None and shard is not None
         with on(copies):
             self.memory.begin_filling()
@@ -561,29 +581,28 @@ class LiveUnit:
     def _end_staged(self) -> None:
         """Waits until the helper thread has started the copy out of the stage, and gives the stage back."""
         assert isinstance(self._coming, StagedRead)
-        reading, self._coming = self._coming, None
-        try:
-            reading.wait()
-            assert reading.copied is not None
-            self._end_filling(reading.copied)
-        finally:
-            self._give_stage_back(reading.copied)
+        reading = self._coming
+        reading.wait()
+        assert reading.copied is not None
+        self._end_filling(reading.copied)
+        self._give_stage_back(reading.copied)
+        self._coming = None
 
     def _end_filling(self, filled: torch.Event) -> None:
-        assert self._passage.copies is not None
-        self.memory.end_filling(filled, self._passage.copies)
+        assert self.passage.copies is not None
+        self.memory.end_filling(filled, self.passage.copies)
 
     def _take_stage(self) -> Stage:
-        assert self._passage.stages is not None and self._stage is None
-        self._stage = self._passage.stages.take()
+        assert self.passage.stages is not None and self._stage is None
+        self._stage = self.passage.stages.take()
         return self._stage
 
     def _give_stage_back(self, read: torch.Event | None) -> None:
         """Gives the buffer of the shard back, out of which the accelerator copies until `read`."""
         if self._stage is not None:
-            assert self._passage.stages is not None
+            assert self.passage.stages is not None
             stage, self._stage = self._stage, None
-            self._passage.stages.give_back(stage, read)
+            self.passage.stages.give_back(stage, read)
 
     def _staged(self) -> torch.Tensor | None:
         return (
@@ -599,6 +618,14 @@ def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> N
     with torch._C.DisableTorchFunctionSubclass():  # a resting parameter would ask its owner (absent.py)
         for param, tensor in zip(params, tensors, strict=True):
             param.data = tensor
+
+
+def reset_all(units: Sequence[LiveUnit]) -> None:
+    """Makes every unit absent after an interrupt, and all their buffers free. Blocks; a second call completes the first."""
+    for live in units:
+        live.reset()
+    for live in units[:1]:
+        live.passage.reset()
 
 
 def needed_by_module(

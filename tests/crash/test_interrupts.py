@@ -1,0 +1,27 @@
+"""Does a run that is interrupted at any line of the library go on to the bit, or say that it is torn?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import totals_of
+
+
+def test_some_interrupts_leave_a_run_that_goes_on_or_says_that_it_is_torn(tmp_path: Path) -> None:
+    words = ("--sample", "24", "--settings", "0", "3", "--parts", "train", "--workers", "1")
+    assert totals_of("interrupts.py", tmp_path, *words)["cases"] == 24
+
+
+@pytest.mark.slow
+def test_counts_that_change_before_the_mark_are_noticed(tmp_path: Path) -> None:
+    words = ("--sample", "40", "--settings", "0", "--parts", "train", "--functions", "ShardedModel.step")
+    words = (*words, "--sabotage", "counts_come_before_the_mark")
+    with pytest.raises(AssertionError, match="wrong bits"):
+        totals_of("interrupts.py", tmp_path, *words)
+
+
+@pytest.mark.soak
+def test_no_interrupt_leaves_a_run_that_is_silently_wrong(tmp_path: Path) -> None:
+    found = totals_of("interrupts.py", tmp_path, "--seconds", "3300")
+    assert found["cases"] > 1000
