@@ -313,6 +313,23 @@ def ended(act: Callable[[], Any], tracer: Tracer) -> str:
     return "not reached" if tracer.raised is None else "went on"
 
 
+def end_step(run: Run) -> None:
+    """With step_in_backward: a backward that has ended has made its step. Raises RuntimeError after one that has not."""
+    run.optim.step()
+    run.optim.zero_grad()
+
+
+def again(run: Run, said: Said) -> None:
+    """After half a load: a forward says so, or nothing was changed; then what was to be loaded is loaded."""
+    try:
+        run.evaluate()
+    except RuntimeError as error:
+        if not says_torn(error):
+            raise
+        said(refused=str(error))
+    run.load()
+
+
 TORN = ("half-way", "torn")
 
 
@@ -331,6 +348,8 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
     if part == "build":
         said(how=ended(run.build, tracer))
         if tracer.raised is not None:
+            tracer.raised = None  # with its frames
+            del run
             gc.collect()
             run = Run(place, setting)
             run.build()
@@ -342,6 +361,8 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
         run.train()
     elif part != "build":
         said(how=ended(getattr(run, part), tracer))
+        if part == "load" and not setting.has_engine and tracer.raised is not None:
+            again(run, said)
     elif case is None:
         said(how="recorded")
     if case is None:
@@ -349,6 +370,9 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
     try:
         if part != "close":
             run.optim.zero_grad()
+            if setting.in_backward and part == "train":
+                with contextlib.suppress(RuntimeError):
+                    end_step(run)
             for _ in range(num_steps):
                 losses.append(run.train())
             said(losses=[loss.hex() for loss in losses], digest=run.digest(), footprint=run.footprint())

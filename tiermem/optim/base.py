@@ -234,11 +234,12 @@ class NativeOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The states in torch's format, on the CPU; see the top of this file. Collective for sharded models; blocks."""
         self.follow_state()
-        handle = self.register_state_dict_post_hook(self._fill, prepend=True)
+        self._drop_hooks()  # an interrupt has left them
+        self.register_state_dict_post_hook(self._fill, prepend=True)
         try:
             return super().state_dict()
         finally:
-            handle.remove()
+            self._drop_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a dict of this class, or of torch's optimizer of the same name. Collective for sharded models; blocks.
@@ -246,13 +247,19 @@ class NativeOptimizer(torch.optim.Optimizer):
         Raises ValueError for a dict of another optimizer. Groups and some states may then already be changed.
         """
         # Sealing runs after the user's pre-hooks and opening before the user's post-hooks: both see plain dicts, as in torch.
-        sealing = self.register_load_state_dict_pre_hook(lambda _, given: seal(given))
-        opening = self.register_load_state_dict_post_hook(lambda _: self._restore(), prepend=True)
+        self._drop_hooks()  # an interrupt has left them
+        self.register_load_state_dict_pre_hook(self._seal)
+        self.register_load_state_dict_post_hook(self._open, prepend=True)
+        for model in self._sharded.values():
+            model.begin_restoring()
         try:
             super().load_state_dict(state_dict)
+        except (ValueError, TypeError, KeyError):
+            for model in self._sharded.values():
+                model.end_restoring()
+            raise
         finally:
-            sealing.remove()
-            opening.remove()
+            self._drop_hooks()
 
     def follow_state(self) -> None:
         """Takes over what the user has made of `state` (shown.py). Blocks; raises ValueError for another shape, OSError."""
@@ -325,6 +332,23 @@ class NativeOptimizer(torch.optim.Optimizer):
                     found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
         state_dict["state"] = found
 
+    def _seal(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return seal(state_dict)
+
+    def _open(self, _: torch.optim.Optimizer) -> None:
+        self._restore()
+
+    def _drop_hooks(self) -> None:
+        """Removes the hooks of `state_dict` and `load_state_dict`."""
+        of_torch: tuple[dict[int, Any], ...] = (
+            self._optimizer_state_dict_post_hooks,
+            self._optimizer_load_state_dict_pre_hooks,
+            self._optimizer_load_state_dict_post_hooks,
+        )
+        for hooks in of_torch:
+            for number in [number for number, hook in hooks.items() if hook in (self._fill, self._seal, self._open)]:
+                del hooks[number]
+
     def _restore(self) -> None:
         """Restores the entries that torch has put into `state`, after torch has set the groups."""
         for group in self.param_groups:
@@ -334,17 +358,19 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._attach_all()
         sealed = dict(self.state)
         self.state.clear()
-        for model in self._sharded:
-            params = (shard.param for _, shard in model.parameters())
-            take_up(model, [param for param in params if param in sealed], "the state dict")
+        for shards in self._sharded:
+            params = (shard.param for _, shard in shards.parameters())
+            take_up(shards, [param for param in params if param in sealed], "the state dict")
+        for model in self._sharded.values():
+            model.begin_restoring()  # also those that were attached just now
         ordinary_ones: dict[nn.Parameter, tuple[str, Mapping[str, Any] | None]] = {}
         for name, param in self.named():
-            given, shards = sealed[param].entry if param in sealed else None, registry.owner_of(param)
-            if not isinstance(shards, Shards):
+            given, owner = sealed[param].entry if param in sealed else None, registry.owner_of(param)
+            if not isinstance(owner, Shards):
                 ordinary_ones[param] = name, given
-            elif (found := shards.find(param))[0].unit.is_trainable:
+            elif (found := owner.find(param))[0].unit.is_trainable:
                 rule = self.rule_of(self._groups[id(param)], param)
-                self._sharded[shards].restore(found[1], given or {}, rule)
+                self._sharded[owner].restore(found[1], given or {}, rule)
         self._restore_all(ordinary_ones)
 
     def _restore_all(self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any] | None]]) -> None:

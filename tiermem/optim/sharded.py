@@ -77,6 +77,7 @@ class ShardedModel:
         """
         shards = self._shards
         shards.check_may_change(is_step=True)
+        shards.steps.check_loaded()
         trainable = [live for live in shards.units if live.unit.is_trainable]
         with shards.store.recorder.span("step", "step"):
             if shards.policy.step_in_backward:
@@ -119,6 +120,15 @@ class ShardedModel:
             found[name] = self._shards.values.assemble(shard, self.tiles.state(shard, name)).view(shard.shape)
         return found
 
+    def begin_restoring(self) -> None:
+        """Before every trained parameter is restored: the model is half loaded until the last one is."""
+        trained = [shard for live in self._shards.units if live.unit.is_trainable for shard in live.unit.shards]
+        self._shards.steps.half_loaded.update(shard for shard in trained if self._find_rule(shard.param) is not None)
+
+    def end_restoring(self) -> None:
+        """After a dict was refused."""
+        self._shards.steps.half_loaded.clear()
+
     def restore(self, shard: Shard, given: Mapping[str, Any], rule: Rule) -> None:
         """Puts an entry where a parameter's states rest; an empty one: the parameter has no steps. Collective; blocks.
 
@@ -134,6 +144,7 @@ class ShardedModel:
                 mine = self._shards.local_weight(shard.param).float()[: values.num_mine(shard)]
             self.tiles.load(shard, name, mine)
         shard.set_steps(num_steps, has_moments, MASTER in given)
+        self._shards.steps.half_loaded.discard(shard)
 
     def shard_of(self, param: nn.Parameter) -> Shard:
         """The place of a parameter."""
@@ -167,6 +178,7 @@ class ShardedModel:
         with shards.steps.changing_all():
             self._count_steps(live)
             self.tiles.step(self._next_steps(1.0 / shards.homes.divisor), live, grads)
+            shards.steps.is_partial = True  # until the backward ends
         for shard in live.unit.shards:
             shard.gradient.forget()
         return shards.steps.copied

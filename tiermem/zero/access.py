@@ -133,9 +133,10 @@ class GatheredParameters:
         with torch._C.DisableTorchFunction():
             try:
                 for param, owner in fresh:
+                    self._taken.append((param, owner, param._version))  # before: `_give_back` then ends half of it
                     owner.take_out(param)
                     registry.set_gathered(param, True)
-                    self._taken.append((param, owner, param._version))
+                    self._taken[-1] = param, owner, param._version
             except BaseException:
                 self._give_back()
                 raise
@@ -174,9 +175,10 @@ class GatheredParameters:
 
     def _give_back(self) -> None:
         while self._taken:
-            param, owner, _ = self._taken.pop()
+            param, owner, _ = self._taken[-1]
             registry.set_gathered(param, False)
             owner.put_back(param)
+            self._taken.pop()
 
 
 def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> None:

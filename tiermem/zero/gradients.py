@@ -222,6 +222,7 @@ class GradientHomes:
                 self._reduce(unit)
         self.receive_rest()
         self._reduce_added()
+        self._steps.is_partial = False
 
     def receive_rest(self) -> None:
         """Receives every `p.grad` that any rank still has, for example before a step. Collective; blocks."""
@@ -256,6 +257,7 @@ class GradientHomes:
     def abandon(self) -> None:
         """Drops every gradient, after a backward that ended in an exception. Blocks until reductions under way have ended."""
         logger.warning("a backward ended in an exception: the gradients of its step are forgotten")
+        self._steps.is_torn |= self._steps.is_partial
         while self._reducer is not None and not self._reducer.is_idle:
             self._reducer.release(self._reducer.finish()[0])
         self._ends.clear()
@@ -583,5 +585,6 @@ def _used(shard: Shard, what: str) -> RuntimeError:
 def _stepped_already(unit: Unit) -> RuntimeError:
     return RuntimeError(
         f"unit {unit.name!r} gets gradients after it was stepped in this backward: with step_in_backward every parameter "
-        "takes part in one backward per step, and in one part of it. Set step_in_backward=False to add gradients up"
+        "takes part in one backward per step, and in one part of it. Set step_in_backward=False to add gradients up. If an "
+        "interrupt came between backward and step, the step was made: go on with the next one"
     )

@@ -251,6 +251,7 @@ class Hooks(Uncopied):
         self._drop_frames()
         self.recover()
         self._steps.check_whole()
+        self._steps.check_loaded()
         for live in self._units:
             if live.num_users:
                 live.let_all_go()

@@ -281,12 +281,15 @@ class Shards:
         new value, and all others keep their master. Moments stay as they are.
         """
         live, shard = self.find(param)
+        self.check_may_change()
+        self.steps.half_loaded.add(param)
         self.drop_head_start()
         self._take_over(live, shard, value.detach(), is_master=value.dtype.itemsize > live.unit.dtype.itemsize)
         self.refresh(param)
         if live.num_users and live.is_streamed:
             shown = self.weight(param) if live.unit.is_packed else value.to(live.unit.dtype).view(shard.shape)
             live.memory.views[live.unit.shards.index(shard)].copy_(shown)
+        self.steps.half_loaded.discard(param)
 
     def take_writes(self) -> None:
         """Takes over what the user has written to weights that are always present. Does nothing where nothing was written.
@@ -374,17 +377,21 @@ class Shards:
         self.store.check_process()
         if is_collective or self.topology.world == 1:
             self.steps.commit()
-        self.check_whole(is_step)
+        self._check_untorn(is_step)
         if self.is_held:
             raise RuntimeError(
                 "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: leave its block first"
             )
 
-    def check_whole(self, is_step: bool = False) -> None:
+    def check_whole(self) -> None:
         """Finishes the step under way, then raises RuntimeError when the model's states are of two different steps.
 
-        Raises the error of that step, and RuntimeError in a forked child. Blocks. is_step: as in `check_may_change`.
+        Raises the error of that step, and RuntimeError in a forked child and after half a `load_state_dict`. Blocks.
         """
+        self._check_untorn(is_step=False)
+        self.steps.check_loaded()
+
+    def _check_untorn(self, is_step: bool) -> None:
         self.store.check_process()
         self.steps.finish_tiles() if is_step else self.steps.finish()
         self.steps.check_whole()
@@ -406,13 +413,19 @@ class Shards:
         if self.hooks.may_lend:
             self.hooks.borrow(live)
         else:
-            live.take_out(live.unit.shards.index(shard), self.weight(param).to(self.device))
+            value = self.weight(param).to(self.device)
+            self.prefetcher.is_torn = True
+            live.take_out(live.unit.shards.index(shard), value)
+            self.prefetcher.is_torn = False
 
     def put_back(self, param: nn.Parameter) -> None:
         """Ends a `take_out`: the parameter shows its unit again. Changes are dropped, unless `replace` was called."""
         live, shard = self.find(param)
+        was_torn = self.prefetcher.is_torn
+        self.prefetcher.is_torn = True
         live.forget(live.unit.shards.index(shard))
         live.put_back(live.unit.shards.index(shard))
+        self.prefetcher.is_torn = was_torn
 
     def drop_head_start(self, is_collective: bool = True) -> None:
         """Drops states read ahead for the next step, because they are about to change. Blocks until reads have stopped."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -74,6 +74,8 @@ class StepRun:
     def __init__(self, program: Program[Any]) -> None:
         self.is_torn = False  # a step or a restore has not ended; it failed or was interrupted, or it is under way now
         self._is_changing = False  # it is under way now
+        self.is_partial = False  # with step_in_backward: units were stepped since the last step
+        self.half_loaded: set[Hashable] = set()  # what `load_state_dict` has begun to replace
         self.has_slot = False  # the disk space of steps under backward is taken
         self.num_early = 0  # steps that took what backward had stepped
         self.num_redone = 0  # steps whose tiles were stepped in backward, dropped and stepped again
@@ -166,6 +168,14 @@ class StepRun:
                 "checkpoint that is whole, or close it"
             )
 
+    def check_loaded(self) -> None:
+        """Raises RuntimeError if a `load_state_dict` was interrupted."""
+        if self.half_loaded:
+            raise RuntimeError(
+                "a load_state_dict ended half-way, so that this model is torn between what it was and what was loaded: load "
+                "again, or open a checkpoint that is whole, or close it"
+            )
+
     def commit_later(self, act: Callable[[], None] | None) -> None:
         """Sets what the next `commit` calls: it finishes the step and makes it durable. None: nothing."""
         self._due = act
@@ -192,7 +202,9 @@ class StepRun:
     def abandon(self) -> None:
         """Ends the step under way early, and forgets failures, because every state is about to be replaced. Blocks."""
         self._program.drop()
-        self.is_torn, self._due = False, None
+        self.is_torn = self._is_changing = self.is_partial = False
+        self._due = None
+        self.half_loaded.clear()
 
     def changing_all(self) -> contextlib.AbstractContextManager[None]:
         """A block that changes many states. If it fails, or an interrupt ends it, the model is torn. Not to be nested."""

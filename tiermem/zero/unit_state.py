@@ -22,6 +22,7 @@ from tiermem.zero.absent import ZeroParamStatus, mark
 from tiermem.zero.collectives import Pending
 from tiermem.zero.compute import widen
 from tiermem.zero.gather import Gather
+from tiermem.zero.registry import is_gathered
 from tiermem.zero.unit import Unit
 from tiermem.zero.unit_memory import Passage, Stage, StagedRead, UnitMemory
 
@@ -291,6 +292,8 @@ class LiveUnit:
         self._become(UnitState.HOME)
         self._point()
         absent.rest(self._changing)
+        for index in [each for each in self._out if not is_gathered(self._params[each])]:
+            self.put_back(index)
         self.memory.reset()
 
     def keep(self, fill: Callable[[UnitMemory], None]) -> None:
@@ -453,9 +456,9 @@ class LiveUnit:
     def take_out(self, index: int, value: torch.Tensor) -> None:
         """Gives one parameter its own copy of the values until `put_back`, whatever the state of the unit."""
         param = self._params[index]
+        self._out.add(index)
         self._changing = [each for each in self._changing if each is not param]
         absent.wake([param])
-        self._out.add(index)
         _point([param], [value])
         mark([param], ZeroParamStatus.AVAILABLE)
 
@@ -464,13 +467,13 @@ class LiveUnit:
         if index not in self._out:
             return
         param = self._params[index]
-        self._out.remove(index)
         _point([param], [(self.memory.views if self._is_shown else self.memory.absent)[index]])
         self._see()
         self._mark([param])
-        self._changing = [*self._changing, param]
+        self._changing = [*(each for each in self._changing if each is not param), param]
         if not self.num_users:
             absent.rest([param])
+        self._out.remove(index)
 
     def part_with(self) -> None:
         """Makes the unit's parameters ordinary ones for good."""

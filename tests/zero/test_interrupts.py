@@ -1,0 +1,208 @@
+"""After an interrupt: does the model go on to the bit, or does each call say that it is torn and how to go on?"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+from tiermem.optim.tentative import TentativeStep
+from tiermem.optim.tiles import StateTiles
+from tiermem.swap.checksum import Sums
+from tiermem.zero.unit_memory import UnitMemory
+from tiermem.zero.unit_state import LiveUnit
+
+KINDS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError, MemoryError)
+
+
+class Stopping(nn.Linear):
+    """Raises what it is told to in its next forward."""
+
+    stop: type[BaseException] | Callable[[], None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stop, Stopping.stop = Stopping.stop, None
+        if isinstance(stop, type):
+            raise stop
+        if stop is not None:
+            stop()
+        return super().forward(x)
+
+
+class Run:
+    """A small sharded model, its optimizer and one batch."""
+
+    def __init__(self, folder: Path, tier: Tier, overlap: Any = "none") -> None:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(64, 64), Stopping(64, 64))
+        self.model = nn.Sequential(nn.Linear(64, 64), inner, *(nn.Linear(64, 64) for _ in range(6)))
+        self.x = torch.randn(4, 64)
+        paths = [folder] if tier is Tier.NVME else []
+        policy = OffloadPolicy(params=tier, optim=tier, paths=paths, persistence_numel=0, overlap=overlap)
+        self.shards = tiermem.shard(self.model, policy, device="cpu")
+        self.optim = tiermem.AdamW(self.model.parameters(), lr=1e-2)
+
+    def backward(self) -> None:
+        self.model(self.x).square().mean().backward()
+
+    def train(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            self.backward()
+            self.optim.step()
+            self.optim.zero_grad()
+
+    def weights(self) -> list[torch.Tensor]:
+        found = [value.clone() for value in self.model.state_dict().values()]
+        self.shards.close()
+        return found
+
+
+def undisturbed(folder: Path, tier: Tier, num_steps: int, overlap: Any = "none") -> list[torch.Tensor]:
+    run = Run(folder, tier, overlap)
+    run.train(num_steps)
+    return run.weights()
+
+
+def is_equal(found: list[torch.Tensor], due: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(found, due, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "tier"), [*((kind, Tier.NVME) for kind in KINDS), (KeyboardInterrupt, Tier.HOST)])
+def test_a_forward_that_was_interrupted_is_made_again_to_the_bit(
+    kind: type[BaseException], tier: Tier, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, tier)
+    run.train(2)
+    Stopping.stop = kind
+    with pytest.raises(kind):
+        run.train()
+    run.train(2)
+    assert is_equal(run.weights(), undisturbed(tmp_path, tier, 4))
+
+
+def test_a_module_that_is_called_by_itself_after_an_interrupt_begins_a_pass(tmp_path: Path) -> None:
+    run = Run(tmp_path, Tier.NVME)
+    run.train(2)
+    with torch.no_grad():
+        due = run.model[1](run.x)
+        Stopping.stop = KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            run.model(run.x)
+        assert torch.equal(run.model[1](run.x), due)
+    run.train(2)
+    assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "place"),
+    [
+        ("none", (StateTiles, "_in_order")),
+        ("forward", (StateTiles, "step")),
+        ("backward", (TentativeStep, "end")),
+    ],
+)
+def test_a_step_that_was_interrupted_after_it_was_counted_leaves_a_torn_model(
+    overlap: str, place: tuple[type, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, Tier.NVME, overlap)
+    run.train(3)
+    run.backward()
+    interrupt(monkeypatch, *place, run.optim.step)
+    run.optim.zero_grad()
+    param = next(run.model.parameters())
+    for call in (run.backward, run.optim.step, lambda: run.shards.replace(param, torch.zeros(64, 64))):
+        with pytest.raises(RuntimeError, match=r"half-way.*open a checkpoint that is whole, or close it"):
+            call()
+    run.shards.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "is_step"),
+    [
+        ((LiveUnit, "_become"), True),
+        ((LiveUnit, "_point"), False),
+        ((UnitMemory, "free"), True),
+        ((UnitMemory, "free"), False),
+        ((UnitMemory, "allocate_slot"), False),
+        ((Sums, "_check"), False),
+    ],
+)
+def test_a_fetch_that_was_interrupted_is_made_again_to_the_bit(
+    place: tuple[type, str], is_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, Tier.NVME)
+    run.train(2)
+    if is_step:
+        run.backward()
+    interrupt(monkeypatch, *place, run.optim.step if is_step else run.backward)
+    run.optim.zero_grad()
+    run.train(2)
+    assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], object]) -> None:
+    """Calls a function, which is interrupted where it first calls this method."""
+
+    def stop(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stop)
+        with pytest.raises(KeyboardInterrupt):
+            act()
+
+
+def test_a_backward_that_was_interrupted_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, Tier.NVME)
+    run.train(2)
+    loss = run.model(run.x).square().mean()
+    interrupt(monkeypatch, LiveUnit, "land", loss.backward)
+    with pytest.raises(RuntimeError, match="run forward and backward again"):
+        run.optim.step()
+    run.train(2)
+    assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
+
+
+def test_half_a_load_is_refused_until_it_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, Tier.NVME)
+    run.train(2)
+    kept = run.optim.state_dict()
+    interrupt(monkeypatch, StateTiles, "load", lambda: run.optim.load_state_dict(kept))
+    with pytest.raises(RuntimeError, match=r"load_state_dict ended half-way.*load again"):
+        run.train()
+    run.optim.load_state_dict(kept)
+    run.train(2)
+    assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
+
+
+def test_a_forward_in_a_second_thread_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
+    run, said = Run(tmp_path, Tier.NVME), list[str]()
+    run.train(2)
+
+    def call() -> None:
+        for module in (run.model, run.model[1], run.model[2]):
+            try:
+                module(run.x)
+            except RuntimeError as error:
+                said.append(str(error))
+
+    def call_aside() -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    Stopping.stop = call_aside
+    run.train(2)
+    assert len(said) == 3 and all("another thread is in a forward of this model" in each for each in said)
+    aside = threading.Thread(target=run.train)  # when the first has ended, it may
+    aside.start()
+    aside.join()
+    assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 5))
