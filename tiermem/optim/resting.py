@@ -13,7 +13,6 @@ The states are stepped by the kernels, and in the formats, of every other tier, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -136,6 +135,7 @@ class RestingStates:
         due = {self.shards[param]: step for param, step in steps.items()}
         for shard in due:
             self._check(shard)
+        self._is_torn = True
         for shard in due:
             shard.count_step()
         precision = self._policy.precision
@@ -154,6 +154,7 @@ class RestingStates:
 
         self._run(due, act, is_step=True)
         self._marks.update((shard, mark_of(local_of(shard.param))) for shard in due)
+        self._is_torn = False
 
     def export(self) -> dict[nn.Parameter, State]:
         """The states of every parameter that has been stepped, in the format of state dicts: fp32, placed as the parameter.
@@ -187,15 +188,18 @@ class RestingStates:
 
         Without `master` in an entry, the master is made from the parameter. Restoring a split master also sets its parameter.
         """
-        self._is_torn = self._is_torn and len(entries) < len(self.shards)
+        stays_torn = self._is_torn and len(entries) < len(self.shards)
         given: dict[Shard, dict[str, torch.Tensor]] = {}
+        counts: dict[Shard, int] = {}
         for param, entry in entries.items():
             shard, rule = self.shards[param], self._rules[param]
-            num_steps = num_steps_of(entry, rule)
-            if num_steps:
+            counts[shard] = num_steps_of(entry, rule)
+            if counts[shard]:
                 has_master = self._policy.precision.master_of(param.dtype) is not None and MASTER in entry
                 names = [*rule.moments, *([MASTER] if has_master else [])]
                 given[shard] = {name: value_of(entry, name, param, shard.name).reshape(-1) for name in names}
+        self._is_torn = True
+        for shard, num_steps in counts.items():
             shard.set_steps(num_steps, False, False)
             self._marks.pop(shard, None)
 
@@ -208,6 +212,7 @@ class RestingStates:
                 narrow_part(self._workers, new, master, held.weight if master.dtype == torch.int16 else None)
 
         self._run(given, act, overwrites=True)
+        self._is_torn = stays_torn
 
     def shard_of(self, param: nn.Parameter) -> Shard:
         """The place of a parameter."""
@@ -261,19 +266,13 @@ class RestingStates:
         marks = {} if overwrites else {shard: mark_of(local_of(shard.param)) for shard in chosen}
         written = {shard for shard, mark in marks.items() if self._marks.get(shard) != mark}
         work = _Pass(self._store, chosen, act, is_step, changes, overwrites, written)
-        with self._changing() if changes else contextlib.nullcontext():
-            self._program.run(tiles, work, self._policy.pipeline_read, self._policy.pipeline_write)
-            work.end()
-            for tile in tiles if changes else ():
-                tile.mark_started()
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._is_torn = True
-            raise
+        was_torn = self._is_torn
+        self._is_torn = was_torn or changes
+        self._program.run(tiles, work, self._policy.pipeline_read, self._policy.pipeline_write)
+        work.end()
+        for tile in tiles if changes else ():
+            tile.mark_started()
+        self._is_torn = was_torn
 
     def _check_whole(self) -> None:
         self._store.check_process()
