@@ -21,7 +21,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.swap.durable import closing, opened
+from tiermem.swap.durable import closing, create, opened
 from tiermem.swap.errors import remedy
 from tiermem.swap.tier import ALIGNMENT
 
@@ -59,7 +59,7 @@ def open_unnamed(folder: Path) -> tuple[int, str]:
         fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
     except OSError:
         name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = create(name, mode=0o600)
     with contextlib.ExitStack() as undo:
         try:
             with closing(fd):

@@ -1,13 +1,18 @@
 """Durable: every sync, rename, removal and small file of tiermem, so that their results survive a crash.
 
     read_file    a small file's bytes; raises an error at once for anything but a regular file
-    write_file   bytes -> NAME.new in the same folder -> sync -> rename to NAME -> sync the folder
+    NewFile      a file in the making; until it is whole it is named <random>.NAME.new in the same folder
+    write_file   bytes -> NewFile -> sync -> rename to NAME -> sync the folder
     remove       unlink -> sync the folder
     make_folder  mkdir -> sync the folder above
     sync         puts the bytes written through a descriptor, and the file's length, on the disk
 
 So NAME has the complete old content or the complete new content, whenever the machine stops. A killed process may leave a
-`.new` file; tiermem never reads it, and the next `write_file` of that name replaces it.
+`.new` file; tiermem never reads it, and the next save removes it (checkpoint/saving/publish.py).
+
+Others may have written into the folder: a stranger's archive was unpacked there, or users share it. So a new file never opens
+what is there. Its folder is opened once, its name is random and taken with O_EXCL and O_NOFOLLOW, and a rename replaces a
+link without following it.
 
 Observers get each step before and after it is done; tests stop a program at every step. Freezes, thaws and changes of slots
 also change what a crash leaves on the disk; their code announces them with `step`. If an observer raises, the step fails. The
@@ -20,6 +25,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +36,7 @@ from tiermem.swap.errors import remedy
 Kind = Literal["sync", "write", "rename", "remove", "folder", "freeze", "thaw", "slot"]
 
 NEW_SUFFIX = ".new"  # of a file that is being written
+NEW_PREFIX = r"(?:[0-9a-f]{12}\.)"  # the pattern of what stands before its name
 
 
 class Step(NamedTuple):
@@ -128,24 +135,97 @@ def read_file(path: Path, most_bytes: int, follows: bool = False) -> bytes:
         return file.read(min(os.fstat(file.fileno()).st_size, most_bytes) + 1)  # it takes this much memory at once
 
 
+class NewFile:
+    """A file in the making: `sync` makes its bytes durable, `place` gives it the name `path`, `close` removes it before that.
+
+    Attributes:
+        fd: open for reading and writing; `close` closes it.
+        name: the random one. Its process holds a flock on the file while it writes.
+
+    Raises OSError that names the path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.with_name(f"{secrets.token_hex(6)}.{path.name[:200]}{NEW_SUFFIX}")
+        self._is_placed = False
+        with named(path), contextlib.ExitStack() as undo:
+            self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, self._folder)
+            self.fd = create(self.name, self._folder)
+            with contextlib.suppress(OSError):  # without locks no save removes unfinished files
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            undo.pop_all()
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def by_descriptor(self) -> Path:
+        """A path that opens this very file, whatever has its name meanwhile."""
+        return Path(f"/proc/self/fd/{self.fd}")
+
+    def sync(self) -> None:
+        """Blocks until its bytes are on the disk. Raises OSError."""
+        sync(self.fd, self.name)
+
+    def place(self) -> None:
+        """Renames it, in place of what has the name; not synced: see `sync_names`. Raises OSError."""
+        with named(self.path), step("rename", self.path):
+            os.rename(self.name.name, self.path.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self._is_placed = True
+
+    def sync_names(self) -> None:
+        """Blocks until the names in its folder are on the disk. Raises OSError."""
+        _sync_names(self._folder, self.path.parent)
+
+    def close(self) -> None:
+        """Removes the file unless it has been placed. Never raises OSError; calling it twice does nothing."""
+        if self.fd < 0:
+            return
+        fd, self.fd = self.fd, -1
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        if not self._is_placed:
+            with contextlib.suppress(OSError):
+                os.unlink(self.name.name, dir_fd=self._folder)
+        with contextlib.suppress(OSError):
+            os.close(self._folder)
+
+
+def create(path: Path, folder: int | None = None, flags: int = 0, mode: int = 0o666) -> int:
+    """Makes a file, which must not exist, and returns its descriptor, open for reading and writing.
+
+    folder: a descriptor of the folder, where it is open already. mode: before the umask. Raises OSError.
+    """
+    flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path if folder is None else path.name, flags, mode, dir_fd=folder)
+
+
+def create_anew(path: Path) -> int:
+    """Makes an empty file in place of what has the name, which is not opened; returns its descriptor. Raises OSError."""
+    with named(path), opened(path.parent) as folder:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path.name, dir_fd=folder)
+        return create(path, folder)
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Makes or replaces a small file; whole and on the disk on return. Blocks. Raises OSError that names the path.
 
     After an error `path` is as it was, unless the error is that of the folder's sync: the folder is opened before the rename.
     """
-    new = path.with_name(path.name + NEW_SUFFIX)
-    with _synced_after(path.parent):
+    with NewFile(path) as new:
         try:
-            with opened(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-                write_all(fd, data, new)
-                sync(fd, new)
-            rename(new, path)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                new.unlink()
-            if isinstance(error, OSError):
-                raise naming(error, path) from None
-            raise
+            write_all(new.fd, data, new.name)
+            new.sync()
+            new.place()
+        except OSError as error:
+            raise naming(error, path) from None
+        new.sync_names()
 
 
 def write_all(fd: int, data: bytes, name: Path) -> None:
@@ -167,8 +247,13 @@ def sync(fd: int, name: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Blocks until the names in a folder are on the disk. Raises OSError that names it."""
-    with _synced_after(folder):
-        pass
+    with named(folder):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync_names(fd, folder)
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 @contextlib.contextmanager
@@ -227,22 +312,13 @@ def _announce(when: Literal["before", "after"], kind: Kind, name: str | os.PathL
         observer(Step(when, kind, os.fspath(name)))
 
 
-@contextlib.contextmanager
-def _synced_after(folder: Path) -> Iterator[None]:
-    """Syncs a folder, opened before the block, after it. An error of its closing is not raised: nothing was written."""
-    with named(folder):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield
-        with named(folder), step("sync", folder):
-            try:
-                os.fsync(fd)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems keep no folders to sync
-                    raise
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+def _sync_names(fd: int, folder: Path) -> None:
+    with named(folder), step("sync", folder):
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems keep no folders to sync
+                raise
 
 
 def naming(error: OSError, name: Path) -> OSError:

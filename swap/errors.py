@@ -85,6 +85,16 @@ _REMEDIES: Mapping[int, str] = MappingProxyType(
 )
 
 
+def printable(text: str) -> str:
+    """A text with every character that is none to look at as its escape, so that it does not steer a terminal.
+
+    Lines stay lines. Names of files, lock files and manifests may be another user's.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+
+
 def remedy(code: int | None) -> str:
     """Returns short advice about a system error for the end of its text; empty for an error that needs none."""
     return "" if code is None else _REMEDIES.get(code, "")

@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 
 from tiermem.swap import durable
 from tiermem.swap.direct import file_system_of
+from tiermem.swap.errors import printable
 
 LOCK = "lock"
 _NEW_LOCK = LOCK + durable.NEW_SUFFIX
@@ -99,7 +100,7 @@ def owner_of(folder: Path) -> Owner | None:
     """Returns the process that a folder's lock file names; UNKNOWN if the file is unreadable, None if there is none."""
     try:
         told = json.loads(durable.read_file(folder / LOCK, _MOST_LOCK_BYTES) or b"{}")
-        return Owner(int(told["pid"]), str(told["host"]), str(told.get("started", "")))
+        return Owner(int(told["pid"]), printable(str(told["host"])), printable(str(told.get("started", ""))))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -108,12 +109,12 @@ def owner_of(folder: Path) -> Owner | None:
 
 def is_live(folder: Path) -> bool:
     """Whether a process of this machine, this one included, holds a folder's lock."""
-    return _is_held(folder / LOCK) or (not (folder / LOCK).exists() and _is_held(folder / _NEW_LOCK))
+    return is_held(folder / LOCK) or (not os.path.lexists(folder / LOCK) and is_held(folder / _NEW_LOCK))
 
 
 def is_dead(folder: Path) -> bool:
     """Whether a folder's process was killed: no process holds its lock file. False for an unreadable file of another user."""
-    return (os.access(folder / LOCK, os.R_OK) and not _is_held(folder / LOCK)) or is_stillborn(folder)
+    return (os.access(folder / LOCK, os.R_OK) and not is_held(folder / LOCK)) or is_stillborn(folder)
 
 
 def is_stillborn(folder: Path) -> bool:
@@ -123,7 +124,7 @@ def is_stillborn(folder: Path) -> bool:
     """
     try:
         is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
-        return is_bare and time.time() - folder.stat().st_mtime > _BIRTH_S and not _is_held(folder / _NEW_LOCK)
+        return is_bare and time.time() - folder.stat().st_mtime > _BIRTH_S and not is_held(folder / _NEW_LOCK)
     except OSError:  # gone, or another user's
         return False
 
@@ -152,7 +153,7 @@ def _lock(folder: Path) -> int:
     """
     new = folder / _NEW_LOCK
     new.unlink(missing_ok=True)  # left by a process that was killed at this point
-    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = durable.create(new, mode=0o600)
     try:
         with durable.named(new):
             fcntl.flock(fd, fcntl.LOCK_EX)  # at most `is_live` of another process holds it, for a moment
@@ -183,7 +184,7 @@ def _take_over(folder: Path) -> tuple[int, int]:
                     _check_host(folder, owner)
                 else:
                     undo.callback((folder / LOCK).unlink, missing_ok=True)
-                folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 undo.callback(os.close, folder_fd)
                 _flock_folder(folder_fd, folder, fcntl.LOCK_EX)
                 fd = _lock(folder)
@@ -235,7 +236,8 @@ def _check_host(folder: Path, owner: Owner) -> None:
         )
 
 
-def _is_held(file: Path) -> bool:
+def is_held(file: Path) -> bool:
+    """Whether a process holds the lock of a file; False for what cannot be opened or is no file."""
     try:
         fd = durable.open_regular(file)
     except OSError:  # none, another user's, or no lock
@@ -282,9 +284,9 @@ FOLDER_PREFIX = "tiermem-"
 SEGMENT = "segment.bin"
 _RUN_ID = r"[A-Za-z0-9_-]{1,64}"
 _FOLDER = re.compile(rf"{FOLDER_PREFIX}({_RUN_ID})(?:\.(\d{{1,9}}))?")
-_MADE = re.compile(r"(?:segment\.bin|lock|manifest-\d+\.json|part-\d+-\d+\.json|data-\d+\.bin)(?:\.new)?")
+_OF_COMMIT = re.compile(rf"{durable.NEW_PREFIX}?(?:manifest-\d+\.json|part-\d+-\d+\.json|data-\d+\.bin)(?:\.new)?")
+_MADE = re.compile(rf"segment\.bin|lock(?:\.new)?|{_OF_COMMIT.pattern}")
 _STATES = re.compile(r"(?:segment|data-\d+)\.bin")
-_OF_COMMIT = re.compile(r"(?:manifest-\d+\.json|part-\d+-\d+\.json|data-\d+\.bin)(?:\.new)?")
 _PART = re.compile(r"part-\d+-\d+\.json")
 _MANIFEST = re.compile(r"manifest-\d+\.json")
 
@@ -333,7 +335,7 @@ class RunFolder:
         """Makes a run's folder in an existing, writable folder. Raises OSError; then the new folder is removed."""
         folder = path / run.folder_name
         with durable.step("folder", folder):
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
         try:
             return cls(folder, _lock(folder))
         except BaseException:  # an interrupt may come when the lock file is there
@@ -358,7 +360,7 @@ class RunFolder:
 
         Raises OSError.
         """
-        fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
+        fd = durable.create(self.folder / name, flags=flags, mode=0o600)
         self._made.append(name)
         return fd
 
@@ -390,16 +392,19 @@ class RunFolder:
 def remove_dead_runs(path: Path, pid: int) -> list[str]:
     """Removes the folders that a killed process left on a path, except folders with checkpoints; returns their names.
 
-    The process that started the killed one calls it. Raises OSError when a folder cannot be taken over.
+    The process that started the killed one calls it. A warning names a folder that cannot be taken over.
     """
     removed = []
     for folder in run_folders(path):
         owner = owner_of(folder)
         if owner is None or (owner.pid, owner.host) != (pid, socket.gethostname()) or not is_dead(folder):
             continue
-        if not has_saved(folder):
-            RunFolder.claim(folder).close(keep=False)
-            removed.append(folder.name)
+        try:
+            if not has_saved(folder):
+                RunFolder.claim(folder).close(keep=False)
+                removed.append(folder.name)
+        except OSError as error:  # another user's, which only claims to be of that process
+            logger.warning("%s is left: %s", folder, error.strerror)
     return removed
 
 
@@ -413,8 +418,9 @@ def report_dead_runs(path: Path) -> None:
 
 
 def run_folders(path: Path) -> list[Path]:
-    """Returns the folders of runs on a path, sorted."""
-    return sorted(each for each in path.glob(f"{FOLDER_PREFIX}*") if RunName.of(each) is not None and each.is_dir())
+    """Returns the folders of runs on a path, sorted. A link is none, wherever it leads."""
+    found = (each for each in path.glob(f"{FOLDER_PREFIX}*") if RunName.of(each) is not None)
+    return sorted(each for each in found if not each.is_symlink() and each.is_dir())
 
 
 def is_made(name: str) -> bool:
@@ -481,6 +487,6 @@ def _remove_folder(folder: Path) -> None:
 
 def _size_of(file: Path) -> int:
     try:
-        return file.stat().st_size
+        return file.lstat().st_size
     except OSError:  # removed in the meantime
         return 0

@@ -392,9 +392,10 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         self._closing: contextlib.ExitStack | None = None
         with contextlib.ExitStack() as opened:
             with durable.named(self.path):
-                os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+                made = durable.create(self.path)
             opened.callback(self.path.unlink, missing_ok=True)
-            self._fd, _ = open_direct(self.path, os.O_RDWR)
+            with durable.closing(made):
+                self._fd, _ = open_direct(Path(f"/proc/self/fd/{made}"), os.O_RDWR)
             closing = contextlib.ExitStack()
             opened.push(closing)
             closing.callback(os.close, self._fd)

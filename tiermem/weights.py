@@ -3,7 +3,6 @@ a model's current weights to other programs."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
@@ -51,9 +50,9 @@ class WeightEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """A new safetensors file. Raises OSError when it cannot be created or the disk has no space for all of it."""
+    """Fills a new, empty file in the format of safetensors. Raises OSError when the disk has no space for all of it."""
 
-    def __init__(self, path: Path, entries: Sequence[WeightEntry]) -> None:
+    def __init__(self, new: durable.NewFile, entries: Sequence[WeightEntry]) -> None:
         ties = {alias: entry.names[0] for entry in entries for alias in entry.names[1:]}
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties}}
         place = 0
@@ -67,12 +66,10 @@ class SafetensorsFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._base = 8 + len(text)
-        self._path = path
-        with durable.named(path), contextlib.ExitStack() as opened:
-            self._file = opened.enter_context(open(path, "wb", buffering=0))
-            take_room(self._file.fileno(), 0, self._base + place, path)
-            self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
-            opened.pop_all()
+        self._new = new
+        with durable.named(new.path):
+            take_room(new.fd, 0, self._base + place, new.path)
+        self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
         """Writes elements [start, start + numel) of an entry from a flat CPU tensor of its dtype. Blocks; raises OSError."""
@@ -80,33 +77,32 @@ class SafetensorsFile:
         self._write(raw, self._base + self._places[entry.names[0]] + start * entry.dtype.itemsize)
 
     def close(self) -> None:
-        """Closes the file without a sync."""
-        self._file.close()
+        """Does nothing: every byte is written."""
 
     def _write(self, data: memoryview, offset: int) -> None:
-        with durable.named(self._path):
+        with durable.named(self._new.path):
             while data:
-                done = os.pwrite(self._file.fileno(), data, offset)
+                done = os.pwrite(self._new.fd, data, offset)
                 data, offset = data[done:], offset + done
 
 
 class TorchFile:
-    """A new file in torch's format, memory-mapped while it is filled. Raises OSError as SafetensorsFile."""
+    """Fills a new, empty file in torch's format, memory-mapped meanwhile. Raises OSError as SafetensorsFile."""
 
-    def __init__(self, path: Path, entries: Sequence[WeightEntry]) -> None:
+    def __init__(self, new: durable.NewFile, entries: Sequence[WeightEntry]) -> None:
         layout: dict[str, torch.Tensor] = {}
         for entry in entries:
             empty = torch.empty(entry.shape, dtype=entry.dtype)  # its pages are never touched, so it takes no memory
             layout.update(dict.fromkeys(entry.names, empty))
         num_bytes = sum(entry.num_bytes for entry in entries)
-        check_room(path.parent, num_bytes + MOST_AROUND_BYTES * (len(layout) + 1))  # torch's error says less
+        check_room(new.path.parent, num_bytes + MOST_AROUND_BYTES * (len(layout) + 1))  # torch's error says less
         with torch.serialization.skip_data():
-            torch.save(layout, path)
+            torch.save(layout, new.by_descriptor)
         del layout
-        with durable.named(path), open(path, "r+b") as file:
-            take_room(file.fileno(), 0, os.path.getsize(path), path)  # without it a full disk would raise SIGBUS
+        with durable.named(new.path):
+            take_room(new.fd, 0, os.fstat(new.fd).st_size, new.path)  # without it a full disk would raise SIGBUS
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            self._tensors: dict[str, torch.Tensor] = torch.load(path, mmap=True, weights_only=True)
+            self._tensors: dict[str, torch.Tensor] = torch.load(new.by_descriptor, mmap=True, weights_only=True)
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
         """As SafetensorsFile.put."""

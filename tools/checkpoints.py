@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.control import strip_control_codes
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.segment import Segment, Segments
 from rich.text import Text
@@ -27,6 +26,7 @@ from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey, repair, survey
 from tiermem.checkpoint.zero_to_fp32 import dtype_of
+from tiermem.swap.errors import printable
 from tiermem.swap.run_folder import RunFolder
 from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions, TrainOptions
 from tiermem.tools.reports import table
@@ -101,7 +101,11 @@ def _remove(run: RunReport, console: Console, is_silent: bool) -> bool:
     """Removes what a killed run left; whether the folder is gone."""
     if not is_silent:
         console.print(f"removing {run.folder}, left by {run.owner}", style="yellow")
-    RunFolder.claim(run.folder).close(keep=False)
+    try:
+        RunFolder.claim(run.folder).close(keep=False)
+    except OSError as error:  # another user's, or its lock is no file
+        if not is_silent:
+            console.print(f"{run.folder} is left: {error.strerror}", style="yellow")
     return not run.folder.exists()
 
 
@@ -244,7 +248,7 @@ def _print_tensors(rows: Sequence[Figures], manifest: Manifest, place: str, cons
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [f"{{:{'>' if place in (4, 5) else ''}{width}}}" for place, width in enumerate(widths[:-1])]
     form = "  ".join([*cells, "{}"])
-    text = strip_control_codes("".join(form.format(*line) + "\n" for line in lines))
+    text = "".join(printable(form.format(*line)).replace("\n", "\\n") + "\n" for line in lines)
     console.print(Segments([Segment(text)]), crop=False, end="")  # a Text is split and wrapped line by line: seconds
     for file, mark in roots.items():
         console.print(f"{mark} {file}", style="dim")

@@ -7,6 +7,7 @@ run.json and events.jsonl, so a picture can be drawn again at any time.
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import json
 import statistics
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiermem.swap import durable
 from tiermem.tools.run_record import (
     PHASES,
     TAIL,
@@ -78,7 +80,7 @@ def draw_run(folder: Path) -> list[Path]:
         ("timeline", draw_timeline(run, spans)),
     ):
         if figure is not None:
-            figure.savefig(folder / f"{name}.png", dpi=130)
+            _save(figure, folder / f"{name}.png")
             drawn.append(folder / f"{name}.png")
     return drawn
 
@@ -306,8 +308,14 @@ def save_figure(figure: Figure, file: Path, made_by: str) -> None:
     """Writes a PNG with a command's mark, and lets the figure go. Raises OSError."""
     from matplotlib import pyplot
 
-    figure.savefig(file, dpi=130, format="png", metadata={"Software": made_by})
+    _save(figure, file, {"Software": made_by})
     pyplot.close(figure)
+
+
+def _save(figure: Figure, file: Path, metadata: dict[str, str] | None = None) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130, format="png", metadata=metadata)
+    durable.write_file(file, picture.getvalue())
 
 
 if __name__ == "__main__":

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from tiermem.swap.errors import printable
 from tiermem.tools.launcher import Message, Observer, Sample
 from tiermem.tools.run_record import IoCounts, RunRecord, describe_device, median_after_warm_up, planned_bytes
 from tiermem.tools.words import format_bytes
@@ -222,9 +224,18 @@ class TensorBoardLog(Observer):
 _WIDTH = 150  # of tables that go to a file
 
 
+class _Terminal(Console):
+    """Escapes what would steer the terminal: names and texts may be those of other users."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """The segments, with escapes as texts."""
+        for each in super().render(renderable, options):
+            yield each if each.control else each._replace(text=printable(each.text))
+
+
 def open_console() -> Console:
     """A console on stdout, wide where there is no terminal to be wide as; it prints texts as they are, brackets too."""
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    return _Terminal(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def table(title: str, *columns: str, **how: Any) -> Table:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiermem.swap import durable
 from tiermem.tools.launcher import Message, Observer, Outcome, Sample
 from tiermem.tools.machine import Written, cpu_model, memory_bytes, num_cores
 from tiermem.tools.words import format_bytes
@@ -211,7 +212,8 @@ def write_trace(file: Path, spans: Sequence[Span]) -> None:
             events.append(_about("thread_name", thread, name=lane if number == 0 else f"{lane} {number + 1}"))
             events.append(_about("thread_sort_index", thread, sort_index=thread))
             events += [_complete(span, thread, origin) for span in row]
-    file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+    durable.write_file(file, text.encode())
 
 
 def _complete(span: Span, thread: int, origin: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from tiermem.swap import durable
 from tiermem.swap.run_folder import remove_dead_runs
 from tiermem.tools.bench.peers.runs import Peer, list_peers
 from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Observer, launch
@@ -148,7 +149,7 @@ class _Log(Observer):
 
     def on_output(self, line: str) -> None:
         if self._stream is None:
-            self._stream = open(self._file, "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
+            self._stream = open(durable.create_anew(self._file), "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
         print(line, file=self._stream, flush=True)
         if self._console is not None:
             self._console.print(line)

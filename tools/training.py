@@ -26,6 +26,7 @@ from torch import nn
 import tiermem
 import tiermem.zero.init
 from tiermem.engine import Engine
+from tiermem.swap import durable
 from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
 from tiermem.swap.queue import Meter
 from tiermem.swap.store import TensorStore
@@ -342,7 +343,7 @@ class Trainer:
             **on_device,
         )
         if self._job.events_file is not None:
-            with open(self._job.events_file, "w", encoding="utf-8") as file:
+            with open(durable.create_anew(Path(self._job.events_file)), "w", encoding="utf-8") as file:
                 for event in engine.shards.store.recorder.events:
                     file.write(json.dumps(list(event)) + "\n")
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
 from tiermem.swap import durable
+from tiermem.swap.errors import printable
 
 # ---- sizes as people write them --------------------------------------------------------------------------------------
 #
@@ -181,8 +182,8 @@ class Stop:
 def message_of(error: Exception) -> str:
     """What an error says, with the file that it is about."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror or error}"
-    return str(error) or type(error).__name__
+        return printable(f"{error.filename}: {error.strerror or error}")
+    return printable(str(error)) or type(error).__name__
 
 
 # ---- outputs and their marks -----------------------------------------------------------------------------------------
@@ -216,15 +217,12 @@ def check_outputs(paths: Iterable[Path | None], made_by: str) -> None:
 
 
 def save_json(file: Path, content: Any, allows_nan: bool = True) -> None:
-    """Writes JSON under a temporary name first, so that a reader never sees a part; paths become texts.
+    """Writes JSON whole, so that a reader never sees a part; paths become texts.
 
     Raises OSError, and ValueError for a NaN.
     """
     text = json.dumps(content, indent=1, allow_nan=allows_nan, default=os.fspath)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with durable.named(file):
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(file)
+    durable.write_file(file, (text + "\n").encode())
 
 
 def read_json(file: Path) -> Any:

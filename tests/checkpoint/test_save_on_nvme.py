@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tiermem.zero.unit_state import UnitState
 def short(step: durable.Step) -> str:
     """A step as a test lists it: the kind and the file's name without the run's id."""
     name = Path(step.name).name
-    return f"{step.kind} {'RUN' if name.startswith('tiermem-') else name.removesuffix('.new')}"
+    return f"{step.kind} {'RUN' if name.startswith('tiermem-') else re.sub(durable.NEW_PREFIX, '', name).removesuffix('.new')}"
 
 
 @pytest.mark.parametrize("preset", ["exact", "compact", "tiny"])

@@ -10,6 +10,7 @@ import pytest
 from tiermem.checkpoint.format.manifest import Pointer
 from tiermem.checkpoint.saving import publish
 from tiermem.checkpoint.saving.publish import SavingInto, remove_unfinished
+from tiermem.swap.durable import NewFile
 
 DATA, PART, MANIFEST = "data-0a1b2c-3-0.bin", "part-0a1b2c-3-1.json", "manifest-0a1b2c-3.json"
 
@@ -22,9 +23,13 @@ def _make(folder: Path, *names: str) -> Path:
 
 
 def test_copy_without_manifest_is_removed_with_its_folder(tmp_path: Path) -> None:
-    tag = _make(tmp_path / "step3", DATA, PART, PART + ".new", "tiermem.json.new")
-    remove_unfinished(tmp_path)
-    assert not tag.exists()
+    new = [f"0123456789ab.{name}.new" for name in (PART, "tiermem.json", "latest")]
+    tag = _make(tmp_path / "step3", DATA, PART, *new[:2], PART + ".new", "tiermem.json.new")
+    (tmp_path / new[2]).touch()
+    with NewFile(tmp_path / "latest") as written:  # by a process that lives
+        remove_unfinished(tmp_path)
+        assert not tag.exists()
+        assert [file.name for file in tmp_path.iterdir()] == [written.name.name]
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:

@@ -247,7 +247,8 @@ def named(step: durable.Step) -> str:
     """What a step does, without what differs from run to run: "sync of part-N-N.json.new"."""
     if step.kind in ("slot", "freeze", "thaw"):
         return step.kind
-    name = re.sub(r"\d+", "N", re.sub(r"(?<=-)[0-9a-f]{12}", "ID", Path(step.name).name))
+    name = re.sub(f"^{durable.NEW_PREFIX}", "", Path(step.name).name)
+    name = re.sub(r"\d+", "N", re.sub(r"(?<=-)[0-9a-f]{12}", "ID", name))
     return f"{step.kind} of {name}"
 
 

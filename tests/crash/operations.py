@@ -39,10 +39,13 @@ from tiermem.checkpoint.format.finding import known_latest
 from tiermem.swap.run_folder import has_saved
 from tiermem.tools.cli import main as tiermem_command
 
+_NEW = r"([0-9a-f]{12}\.)?"
 _KNOWN = re.compile(
     r"(nvme|saved|out.*|(said|errors|turns|phases|died)\.\d+"
-    r"|nvme/tiermem-[0-9a-f]+(\.\d+)?(/(segment\.bin|lock(\.new)?|(data|manifest|part)-\d+(-\d+)?\.(bin|json)(\.new)?))?"
-    r"|saved/latest(\.new)?|saved/global_step\d+(/(tiermem|(manifest|part|data)-[0-9a-f]+-\d+(-\d+)?)\.(json|bin)(\.new)?)?)"
+    rf"|nvme/tiermem-[0-9a-f]+(\.\d+)?"
+    rf"(/(segment\.bin|lock(\.new)?|{_NEW}(data|manifest|part)-\d+(-\d+)?\.(bin|json)(\.new)?))?"
+    rf"|saved/{_NEW}latest(\.new)?"
+    rf"|saved/global_step\d+(/(README\.txt|{_NEW}(tiermem|(manifest|part|data)-[0-9a-f]+-\d+(-\d+)?)\.(json|bin)(\.new)?))?)"
 )
 _MOST_RUN_BYTES = 3 << 19  # three slots and a copy of states of a fifth of a megabyte, in whole blocks
 _MOST_COPIES = 3

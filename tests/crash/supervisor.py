@@ -330,7 +330,9 @@ class Supervisor:
         if place == "descriptor":
             name = self._link(thread, arguments[0])
         else:
-            name = self._text(arguments[place == "path at"]) or self._link(thread, arguments[0])
+            name = self._text(arguments[place == "path at"])
+            if place == "path at":
+                name = self._below(thread, arguments[0], name)
         return name if name.startswith(self._roots) else None
 
     def _is_native(self, call: str, thread: int, arguments: list[int]) -> bool:
@@ -352,6 +354,10 @@ class Supervisor:
         except OSError:
             return ""
 
+    def _below(self, thread: int, descriptor: int, name: str) -> str:
+        """A name that is relative to a folder's descriptor, with the folder."""
+        return name if name.startswith("/") else os.path.join(self._link(thread, descriptor), name).rstrip("/")
+
     def _text(self, address: int) -> str:
         return os.pread(self._memory, _MOST_PATH_BYTES, address).partition(b"\0")[0].decode(errors="replace")
 
@@ -364,6 +370,8 @@ class Supervisor:
             offset = arguments[3] if call == "pwrite" else int(positions.split("pos:")[1].split()[0])
         elif call in ("rename", "renameat"):
             other = self._text(arguments[3 if call == "renameat" else 1])
+            if call == "renameat":
+                other = self._below(thread, arguments[2], other)
         return Entry(call, name, arguments, data, offset, other)
 
     def _note_sync(self, link: str, has_failed: bool) -> None:

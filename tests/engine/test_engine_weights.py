@@ -142,7 +142,7 @@ def test_a_disk_without_room_is_an_error_and_leaves_the_old_file(
         engine.save_16bit_model(tmp_path, name)
     monkeypatch.undo()
     assert (tmp_path / name).read_text() == "the old one"
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.new"))
     with pytest.raises(OSError, match="Not a directory"):
         engine.save_16bit_model(tmp_path / name / "inside", name)
     assert engine.save_16bit_model(tmp_path, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ class Stopped(Exception):
 
 
 def steps_of(path: Path) -> list[Step]:
+    """The steps, without the random part of names."""
     seen: list[Step] = []
     with durable.watch(seen.append):
         durable.write_file(path, b"new")
-    return seen
+    return [each._replace(name=re.sub(f"(?<=/){durable.NEW_PREFIX}", "", each.name)) for each in seen]
 
 
 def stop_at(number: int) -> durable.Observer:
@@ -90,10 +92,35 @@ def test_no_descriptor_is_needed_after_the_rename(tmp_path: Path, monkeypatch: p
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("m.json", b"new")]
 
 
-def test_what_a_killed_writer_left_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "m.json.new").write_bytes(b"half of something longer")
+def test_a_new_file_opens_nothing_that_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable.secrets, "token_hex", lambda _: "0" * 12)  # as if it could be guessed
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    for planted in ("m.json", "000000000000.x.json.new"):
+        (tmp_path / planted).symlink_to(precious)
     durable.write_file(tmp_path / "m.json", b"new")
-    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("m.json", b"new")]
+    with pytest.raises(FileExistsError):
+        durable.write_file(tmp_path / "x.json", b"new")
+    os.close(durable.create_anew(tmp_path / "m.json"))
+    with pytest.raises(FileExistsError):
+        durable.create(tmp_path / "000000000000.x.json.new")
+    assert precious.read_bytes() == b"precious" and not (tmp_path / "m.json").is_symlink()
+
+
+def test_folder_of_a_new_file_is_opened_once(tmp_path: Path) -> None:
+    """A folder that is exchanged for a link meanwhile gets nothing."""
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    folder.mkdir(), other.mkdir()
+
+    def exchange(step: Step) -> None:
+        if (step.when, step.kind) == ("before", "write"):
+            folder.rename(tmp_path / "moved")
+            folder.symlink_to(other)
+
+    with durable.watch(exchange):
+        durable.write_file(folder / "m.json", b"new")
+    assert not list(other.iterdir())
+    assert [each.name for each in (tmp_path / "moved").iterdir()] == ["m.json"]
 
 
 def test_large_file_is_written_whole(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,7 @@ from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
 from tiermem.checkpoint.saving.publish import alone, is_removed, remove_pointer, remove_unfinished, write_latest
+from tiermem.swap import durable
 from tiermem.swap.ranges import Numbers
 from tiermem.swap.run_folder import RunName, holds_states, is_live, is_made, is_stillborn, owner_of, run_folders, share
 
@@ -143,7 +145,7 @@ def length(ranges: Ranges) -> int:
 
 
 def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
-    taken = file.stat().st_blocks * 512
+    taken = file.lstat().st_blocks * 512
     if not holds_states(file.name):
         return Space(file_bytes=taken, record_bytes=taken)
     frozen = named.blocks_of(file)
@@ -159,7 +161,7 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
 
 def _data_of(file: Path) -> Iterator[tuple[int, int]]:
     """The ranges that were written; reserved blocks that were never written are holes. Raises OSError."""
-    with open(file, "rb", buffering=0) as opened:
+    with open(durable.open_regular(file), "rb", buffering=0) as opened:
         stop, end = 0, os.fstat(opened.fileno()).st_size
         while stop < end:
             try:
@@ -286,6 +288,7 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
     """
     if not where.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "no such folder", str(where))
+    where = real(where) if where.is_symlink() else where  # the user's own; links in it are not followed
     named = Named()
     runs: list[Path] = []
     steps: list[StepReport] = []
@@ -293,17 +296,21 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
     unread: list[str] = []
     for folder in _folders(where):
         try:
-            own = [folder] if RunName.of(folder) is not None else run_folders(folder)
+            runs += [folder] if RunName.of(folder) is not None else run_folders(folder)
             found, wrong = _found(folder)
         except PermissionError as error:  # lost+found, or another user's
             unread.append(_said(error))
             continue
-        runs += own
         faults += wrong
         steps += [_step(each, verifies, progress, named) for each in found]
-    for folder in runs:
-        if folder != where:
-            steps += [_step(each, verifies, progress, named) for each in _found(folder)[0]]
+    for folder in tuple(runs):
+        try:
+            if folder != where:
+                steps += [_step(each, verifies, progress, named) for each in _found(folder)[0]]
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
+        except OSError as error:  # another user's, or it was removed meanwhile
+            runs.remove(folder)
+            unread += [] if error.errno == errno.ENOENT else [_said(durable.naming(error, folder))]
     unique = {real(step.manifest): step for step in reversed(steps)}  # a tag's report replaces that of its manifest
     unknown = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
     reports = tuple(_run(folder, named, unknown) for folder in runs)
@@ -439,7 +446,8 @@ def _run(folder: Path, named: Named, unread: Collection[str | None]) -> RunRepor
     name = RunName.of(real(folder))
     assert name is not None  # it was found by its name
     owner = owner_of(folder)
-    files, state = [file for file in folder.iterdir() if file.is_file()], _state(folder)
+    names, state = sorted(os.listdir(folder)), _state(folder)
+    files = [folder / name for name in names if stat.S_ISREG(_mode_of(folder / name))]
     space = space_of(files, named, state in ("live", "unseen"), name.run_id not in unread)
     return RunReport(
         folder=folder,
@@ -448,8 +456,15 @@ def _run(folder: Path, named: Named, unread: Collection[str | None]) -> RunRepor
         state=state,
         owner="" if owner is None else str(owner),
         **vars(space),
-        unknown=tuple(sorted(each.name for each in folder.iterdir() if not (each.is_file() and is_made(each.name)))),
+        unknown=tuple(name for name in names if folder / name not in files or not is_made(name)),
     )
+
+
+def _mode_of(file: Path) -> int:
+    """What a name is, links not followed; 0 for one that was removed meanwhile."""
+    with contextlib.suppress(OSError):
+        return file.lstat().st_mode
+    return 0
 
 
 def _paths(runs: Iterable[RunReport]) -> tuple[PathReport, ...]:

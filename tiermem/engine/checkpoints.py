@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +50,7 @@ def save_weights(
 ) -> None:
     """Writes full parameters and persistent buffers to one file, with one parameter in memory at a time. Collective; blocks.
 
-        rank 0    takes the disk space of `<file>.partial`, writes it, syncs it and renames it over the file
+        rank 0    takes the disk space of a file with a random name, writes it, syncs it and renames it over the file
         others    take part in the gathers
 
     A file name that ends in `.safetensors` gets that format, any other name torch's (tiermem/weights.py, which also reads
@@ -108,7 +107,7 @@ class _Attempt:
 
     def __init__(self, path: Path, batches: Sequence[Batch]) -> None:
         self._path = path
-        self._partial = path.with_name(path.name + ".partial")
+        self._new: durable.NewFile | None = None
         self._file: WeightFile | None = None
         self._error: Exception | None = None
         kind = SafetensorsFile if path.suffix == ".safetensors" else TorchFile
@@ -124,14 +123,14 @@ class _Attempt:
             self._try(self._file.close)
         if self._error is None:
             self._try(self._put_in_place)
-        if self._error is not None:
-            with contextlib.suppress(OSError):  # the caller raises the first error; the other ranks wait for its text
-                self._partial.unlink(missing_ok=True)
+        if self._new is not None:
+            self._new.close()
         return self._error
 
-    def _open(self, kind: Callable[[Path, Sequence[WeightEntry]], WeightFile], entries: Sequence[WeightEntry]) -> None:
+    def _open(self, kind: type[WeightFile], entries: Sequence[WeightEntry]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = kind(self._partial, entries)
+        self._new = durable.NewFile(self._path)
+        self._file = kind(self._new, entries)
 
     def _write(self, batch: Batch, values: list[torch.Tensor]) -> None:
         assert self._file is not None
@@ -139,10 +138,10 @@ class _Attempt:
             self._file.put(entry, 0, value.contiguous().view(-1))
 
     def _put_in_place(self) -> None:
-        with open(self._partial, "rb") as file:
-            durable.sync(file.fileno(), self._partial)
-        durable.rename(self._partial, self._path)
-        durable.sync_folder(self._path.parent)
+        assert self._new is not None
+        self._new.sync()
+        self._new.place()
+        self._new.sync_names()
 
     def _try(self, act: Callable[[], None]) -> None:
         if self._error is None:

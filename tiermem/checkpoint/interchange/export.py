@@ -114,8 +114,8 @@ def export_weights(
         OUT/pytorch_model*.bin                      the same in torch's format
         OUT/config.json                             the model's config, if it is given
 
-    A shard is created in its full size and filled 16 MiB at a time, so memory use does not depend on its size. Files have the
-    suffix `.partial` until all are synced; the index is renamed after the shards.
+    A shard is created in its full size and filled 16 MiB at a time, so memory use does not depend on its size. Files have
+    random names until all are synced (swap/durable.py); the index is renamed after the shards.
 
     Args:
         max_shard_bytes: a larger tensor gets a shard of its own. None: one file.
@@ -129,24 +129,21 @@ def export_weights(
     if len(shards) > 1:
         texts[f"{'model.safetensors' if is_safetensors else 'pytorch_model.bin'}.index.json"] = _index(shards)
     names = [*(shard.name for shard in shards), *texts]
-    there = [name for name in names if (out / name).exists()]
+    there = [name for name in names if durable.exists(out / name)]
     if there:
         raise FileExistsError(17, f"{', '.join(there)} there already; choose another folder", str(out))
     durable.make_folder(out)
     with contextlib.ExitStack() as undoing, contextlib.ExitStack() as placing:
-        for name in names:
-            undoing.callback(_remove_file, _partial(out, name))
+        files = {name: undoing.enter_context(durable.NewFile(out / name)) for name in names}
         for shard in shards:
-            _write_shard(out, shard, is_safetensors, progress or (lambda _: None))
+            _write_shard(files[shard.name], shard, is_safetensors, progress or (lambda _: None))
         for name, text in texts.items():
-            with durable.named(_partial(out, name)), open(_partial(out, name), "wb", buffering=0) as file:
-                durable.write_all(file.fileno(), text.encode(), _partial(out, name))
-        for name in names:
-            with open(_partial(out, name), "rb") as file:
-                durable.sync(file.fileno(), _partial(out, name))
-        for name in names:
-            placing.callback(_remove_file, out / name)
-            durable.rename(_partial(out, name), out / name)
+            durable.write_all(files[name].fd, text.encode(), files[name].name)
+        for file in files.values():
+            file.sync()
+        for file in files.values():
+            placing.callback(_remove_file, file.path)
+            file.place()
         durable.sync_folder(out)
         placing.pop_all()
     return shards
@@ -169,10 +166,10 @@ def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors:
     return [Shard(f"{base}-{i:05d}-of-{len(dealt):05d}{suffix}", part) for i, part in enumerate(dealt, 1)]
 
 
-def _write_shard(out: Path, shard: Shard, is_safetensors: bool, progress: Progress) -> None:
+def _write_shard(new: durable.NewFile, shard: Shard, is_safetensors: bool, progress: Progress) -> None:
     kind = SafetensorsFile if is_safetensors else TorchFile
     entries = [_entry(weight) for weight in shard.weights]
-    with contextlib.closing(kind(_partial(out, shard.name), entries)) as file:
+    with contextlib.closing(kind(new, entries)) as file:
         for weight, entry in zip(shard.weights, entries, strict=True):
             for start, values in weight.pieces():
                 file.put(entry, start, values)
@@ -201,10 +198,6 @@ def _remove_file(path: Path) -> None:
     """Removes a file that this export made. A file that cannot be removed is left, so that the first error is raised."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
-
-
-def _partial(out: Path, name: str) -> Path:
-    return out / f"{name}.partial"
 
 
 # ---- torch.distributed.checkpoint folders ----------------------------------------------------------------------------

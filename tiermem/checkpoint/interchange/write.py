@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,8 +25,9 @@ from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_dee
 from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory, write_data
-from tiermem.checkpoint.saving.publish import Content, manifest_of, write_latest, write_part
+from tiermem.checkpoint.saving.publish import Content, SavingInto, alone, manifest_of, write_latest, write_part
 from tiermem.swap import durable
+from tiermem.swap.run_folder import is_of_one_host
 from tiermem.zero.collectives import exchange
 from tiermem.zero.topology import Topology
 
@@ -88,25 +90,45 @@ def in_own_format(topology: Topology, load_dir: Path, tag: str | None) -> Iterat
     if not is_deepspeed(load_dir if tag is None else load_dir / tag):
         yield load_dir, tag
         return
-    made, error = load_dir / _COPY, None
-    try:
+    error: ValueError | OSError | None = None
+    with contextlib.ExitStack() as removing:
+        made = ""
         if topology.rank == 0:
             try:
-                shutil.rmtree(made, ignore_errors=True)  # of a process that was killed
-                write_checkpoint(read_foreign(load_dir, tag), made)
+                _remove_copies(load_dir)
+                made = removing.enter_context(_copy_in(load_dir))
+                write_checkpoint(read_foreign(load_dir, tag), Path(made))
             except (ValueError, OSError) as found:
                 error = found
         said = exchange(topology, "" if error is None else str(error))[0]
         if error is not None or said:
             raise error or ValueError(f"rank 0 could not read the DeepSpeed checkpoint {load_dir}: {said}")
-        yield made, None
+        yield Path(exchange(topology, made)[0]), None
         exchange(topology, "")  # every rank has read
+
+
+_COPY = "tiermem-copy-"
+
+
+@contextlib.contextmanager
+def _copy_in(folder: Path) -> Iterator[str]:
+    """Makes a folder with a random name for the block, which gets it. Raises OSError."""
+    made = tempfile.mkdtemp(prefix=_COPY, dir=folder)
+    try:
+        with contextlib.closing(SavingInto(Path(made), contextlib.ExitStack())):
+            yield made
     finally:
-        if topology.rank == 0:
-            shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
 
 
-_COPY = "tiermem-copy"
+def _remove_copies(folder: Path) -> None:
+    """Removes the copies of processes that were killed, where their locks are visible."""
+    for each in folder.glob(f"{_COPY}*") if is_of_one_host(folder) else ():
+        if not each.is_symlink():
+            with contextlib.suppress(OSError), alone(each) as is_alone:
+                if is_alone:
+                    shutil.rmtree(each, ignore_errors=True)
+
 
 # ---- scalars ---------------------------------------------------------------------------------------------------------
 
@@ -165,7 +187,7 @@ class Imported(NamedTuple):
 def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progress: Progress | None = None) -> Imported:
     """Writes OUT/<tag>/ and OUT/latest; any number of ranks can load it. Blocks; takes 8 MiB beside the reader's memory.
 
-        OUT/<tag>.new/    data (preallocated)   part   manifest     each synced, in this order; named as a copy's (finding.py)
+        OUT/<random>.<tag>.new/    data (preallocated)   part   manifest     each synced, in this order; named as a copy's
         OUT/<tag>/        the same folder, renamed
         OUT/latest        names the tag
 
@@ -203,7 +225,7 @@ def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
 
     undoing: removes both names; a folder that cannot be removed is left.
     """
-    new = folder.with_name(f"{folder.name}{durable.NEW_SUFFIX}")
+    new = folder.with_name(f"{secrets.token_hex(6)}.{folder.name[:200]}{durable.NEW_SUFFIX}")
     durable.make_folder(folder.parent)
     with durable.named(new):
         new.mkdir()

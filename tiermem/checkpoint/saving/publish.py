@@ -44,9 +44,9 @@ from tiermem.checkpoint.format.manifest import (
 )
 from tiermem.checkpoint.saving.pieces import Placed, Resting, Run, Stretch, checksums
 from tiermem.swap import durable
-from tiermem.swap.durable import NEW_SUFFIX
+from tiermem.swap.durable import NEW_PREFIX, NEW_SUFFIX
 from tiermem.swap.entry import Freeze
-from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, leads_to, remove, run_folders
+from tiermem.swap.run_folder import RunFolder, RunName, is_held, is_of_one_host, leads_to, remove, run_folders
 from tiermem.zero.shards import Shards
 
 # ---- the content of a commit or a copy -------------------------------------------------------------------------------
@@ -142,15 +142,15 @@ class SavingInto:
     """Makes a tag's folder if it is missing, and locks it shared. Until `close`, or the end of this process, no save removes
     unfinished files from it.
 
-    undo: removes the folder again. Raises OSError.
+    undo: removes the folder again. Raises OSError: ENOTDIR for a link in its place, which may lead anywhere.
     """
 
     def __init__(self, folder: Path, undo: contextlib.ExitStack) -> None:
         self._fd = -1
         while self._fd < 0:  # repeat if another save has just removed the folder
             make_folder(folder, undo)
-            with contextlib.suppress(FileNotFoundError):
-                self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.suppress(FileNotFoundError), durable.named(folder):
+                self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 with contextlib.suppress(OSError):  # without locks no save removes unfinished files
                     fcntl.flock(self._fd, fcntl.LOCK_SH)
                 if not leads_to(folder, self._fd):
@@ -238,15 +238,18 @@ def _restore(path: Path, data: bytes) -> None:
 
 # ---- unfinished copies: files that a killed save left in a tag's folder ----------------------------------------------
 
-OURS = re.compile(r"(?:manifest|part|data)-([0-9a-f]{1,32}-\d+)(?:-(\d+))?\.(?:json|bin)(?:\.new)?")
+OURS = re.compile(rf"{NEW_PREFIX}?(?:manifest|part|data)-([0-9a-f]{{1,32}}-\d+)(?:-(\d+))?\.(?:json|bin)(?:\.new)?")
 """The name of a complete copy's file: its run and commit, and the rank. A manifest's name has no rank."""
+
+_NEW = re.compile(rf"{NEW_PREFIX}?(?:{re.escape(POINTER_FILE)}|{LATEST_FILE}){re.escape(NEW_SUFFIX)}")
 
 
 def remove_unfinished(save_dir: Path) -> None:
     """Removes files that killed saves left in the folders of tags. Blocks; never raises OSError. Call it on one rank of a run.
 
         <dir>/<tag>/    a process that saves into it holds a flock on the folder; the lock ends with the process
-            data-<run id>-<commit>-<rank>.bin, part-..., tiermem.json.new    unfinished if no pointer names them
+            data-<run id>-<commit>-<rank>.bin, part-..., <random>.tiermem.json.new    unfinished if no pointer names them
+    <dir>/<random>.latest.new    unfinished if no process holds its lock
 
     A folder stays as it is if a process holds its lock. Nothing is removed if another host may use the file system, whose
     locks are not visible here. A folder with a manifest but no pointer stays: a user may have moved a whole copy there. Empty
@@ -258,6 +261,9 @@ def remove_unfinished(save_dir: Path) -> None:
         below = [each for each in sorted(save_dir.iterdir()) if each.is_dir() and not each.is_symlink()]
     except OSError:  # missing or not readable: the save itself raises the error
         return
+    for file in save_dir.glob(f"*.{LATEST_FILE}{NEW_SUFFIX}"):
+        if _NEW.fullmatch(file.name) and not is_held(file):
+            remove(file)
     for folder in below:
         with contextlib.suppress(OSError):  # another process may change it meanwhile
             if RunName.of(folder) is None and _unfinished(folder):
@@ -288,7 +294,7 @@ def _unfinished(folder: Path) -> list[Path]:
     elif any(name.startswith("manifest-") and name.endswith(".json") for name in names):
         return []
     found = [name for name in names if (match := OURS.fullmatch(name)) is not None and match[1] != kept]
-    found += names & {POINTER_FILE + NEW_SUFFIX}
+    found += [name for name in names if _NEW.fullmatch(name)]
     return [folder / name for name in sorted(found)]
 
 
