@@ -229,8 +229,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_all(fd: int, data: bytes, name: Path) -> None:
-    """Writes bytes through a descriptor, all of them. Raises OSError."""
-    with step("write", name):
+    """Writes bytes through a descriptor, all of them. Raises OSError that names the file."""
+    with named(name), step("write", name):
         left = memoryview(data)
         while left:
             left = left[os.write(fd, left) :]

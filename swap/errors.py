@@ -92,7 +92,10 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    lines = text.split("\n")
+    if all(map(str.isprintable, lines)):
+        return text
+    return "\n".join("".join(each if each.isprintable() else ascii(each)[1:-1] for each in line) for line in lines)
 
 
 def remedy(code: int | None) -> str:

@@ -216,6 +216,9 @@ class OffloadPolicy:
     is closed: with "step" its last one too, also when it has saved copies alone, elsewhere."""
     keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
     """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
+    copies: bool = False
+    """Make every saved checkpoint a complete copy, as a save's copy=True: one folder that can be moved and archived. Else a
+    checkpoint beside the paths only names the store's files, and a README.txt in its folder says where they are."""
     verify: Verify = "always"
     """When the checksums of what rests on NVME are compared: at every read of a tile or a unit, at one read of each in 16,
     or only when a checkpoint is opened."""

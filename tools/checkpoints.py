@@ -324,6 +324,7 @@ def _model_config(options: ImportOptions) -> dict[str, Any] | None:
 #     (default)    Hugging Face safetensors shards with an index, and config.json where it is known
 #     --pytorch    pytorch_model.bin
 #     --dcp        a torch.distributed.checkpoint folder, optimizer states included
+#     --whole      a tiermem checkpoint: every byte of the step, also of one whose bytes rest on the run's paths
 #
 # It streams: memory does not grow with the model. It verifies all bytes that it reads. A damaged state ends the export, and no
 # output is left.
@@ -331,6 +332,8 @@ def _model_config(options: ImportOptions) -> dict[str, Any] | None:
 
 def export_checkpoint(options: ExportOptions, console: Console) -> int:
     """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is left there."""
+    if options.is_whole:
+        return _export_whole(options, console)
     given = "fp32" if options.is_fp32 else options.dtype
     dtype = None if given is None else dtype_of(given)
     with Source.open(options.where, options.tag) as source:
@@ -344,6 +347,18 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
     console.print(f"step {step}: {format_bytes(num_bytes)} in {len(files)} files  ->  {options.out}")
     if excluded:
         console.print(f"not in the checkpoint, frozen when it was saved: {', '.join(excluded)}", style="yellow")
+    return 0
+
+
+def _export_whole(options: ExportOptions, console: Console) -> int:
+    from tiermem.checkpoint.interchange.whole import export_whole
+
+    with transfer_bar(console, "comparing checksums", None, not options.shows_json) as advance:
+        done = export_whole(options.where, options.out, options.tag, advance)
+    if options.shows_json:
+        print_json({"made_by": "tiermem export", **done._asdict()})
+        return 0
+    console.print(f"step {done.step}: {format_bytes(done.num_bytes)}, all that a run needs  ->  {done.folder}")
     return 0
 
 

@@ -484,6 +484,7 @@ class ExportOptions(Options):
     is_fp32: bool = option(False, "the fp32 masters", "--fp32")
     is_pytorch: bool = option(False, "pytorch_model.bin instead of safetensors", "--pytorch")
     is_dcp: bool = option(False, "a torch.distributed.checkpoint folder, optimizer states included", "--dcp")
+    is_whole: bool = option(False, "a tiermem checkpoint that holds all of its bytes, to move or archive", "--whole")
     max_shard_bytes: int | None = size("5GB", "of a file", "--max-shard-size")
     exclude_frozen: bool = option(False, "leave frozen parameters out", "--exclude-frozen")
     config: Path | None = option(None, "the model's config.json, to lie beside the weights")
@@ -492,7 +493,11 @@ class ExportOptions(Options):
     def check_together(self) -> None:
         if self.is_fp32 and self.dtype is not None:
             raise ValueError("--fp32 and --dtype are given; --fp32 is --dtype fp32")
-        if self.is_pytorch and self.is_dcp:
-            raise ValueError("--pytorch and --dcp are given; choose one")
+        if sum((self.is_pytorch, self.is_dcp, self.is_whole)) > 1:
+            raise ValueError("two of --pytorch, --dcp and --whole are given; choose one")
+        if self.is_whole and (self.is_fp32 or self.dtype or self.exclude_frozen or self.config):
+            raise ValueError(
+                "--whole copies every byte as it is: leave --fp32, --dtype, --exclude-frozen and --config out"
+            )
         if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
             raise ValueError(f"--max-shard-size is {self.max_shard_bytes}; give a size of 1 byte or more, such as 5GB")

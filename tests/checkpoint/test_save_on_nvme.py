@@ -97,6 +97,7 @@ def test_steps_of_a_commit_come_in_their_order(tmp_path: Path) -> None:
         "freeze RUN",
         "rename part-2-0.json",
         "rename manifest-2.json",
+        "rename README.txt",
         "rename tiermem.json",
         "rename latest",
         "remove manifest-1.json",
@@ -104,6 +105,7 @@ def test_steps_of_a_commit_come_in_their_order(tmp_path: Path) -> None:
         "remove part-1-0.json",
         "remove data-1.bin",
         "remove tiermem.json",
+        "remove README.txt",
         "remove t1",
     ]
     assert "sync segment.bin" in steps[: steps.index("freeze RUN")]
@@ -138,7 +140,7 @@ def test_a_run_that_saved_leaves_its_store_and_any_other_leaves_nothing(tmp_path
                 checkpoint.save(shards, None, tmp_path / "out", "t")
         names = {Path(file).name for file in files_below(tmp_path)}
         assert names == (
-            {"segment.bin", "manifest-1.json", "part-1-0.json", "data-1.bin", "tiermem.json", "latest"}
+            {"segment.bin", "manifest-1.json", "part-1-0.json", "data-1.bin", "tiermem.json", "README.txt", "latest"}
             if saves
             else set()
         )

@@ -58,7 +58,7 @@ def test_an_error_on_one_rank_is_told_on_both_and_leaves_the_older_tag(found: li
                 number,
                 ending,
             )
-            assert left == ["first", "first/tiermem.json", "latest"], ending
+            assert left == ["first", "first/README.txt", "first/tiermem.json", "latest"], ending
 
 
 def test_ranks_make_a_step_durable_together_at_the_next_backward(found: list[dict[str, Any]]) -> None:

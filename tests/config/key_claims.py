@@ -407,6 +407,9 @@ CLAIMS: dict[str, Claim] = {
         NVME_OPTIM,
     ),
     "tiermem.keep": Claim(2, "tests/checkpoint/test_engine_saves.py::test_keep_is_the_number_of_tags_that_stay", {"keep": 2}),
+    "tiermem.copies": Claim(
+        True, "tests/checkpoint/test_whole.py::test_a_key_makes_every_save_a_complete_copy", {"copies": True}
+    ),
     "tiermem.verify": Claim(
         "resume", "tests/checkpoint/test_engine_saves.py::test_verify_says_which_reads_are_compared", {"verify": "resume"}
     ),

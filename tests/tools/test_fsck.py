@@ -6,8 +6,10 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,8 +23,13 @@ from saved_by_hand import latest_of, rewrite, write
 
 from tiermem.checkpoint.format.finding import read_pointer
 from tiermem.swap import native
+from tiermem.swap.run_folder import remove_dead_runs
+from tiermem.swap.store import TensorStore
+from tiermem.tools.check import find_path
 from tiermem.tools.checkpoints import EXIT_DAMAGED, EXIT_DEAD, EXIT_UNREAD, fsck, inspect_checkpoint
+from tiermem.tools.cli import main
 from tiermem.tools.options import FsckOptions, InspectOptions
+from tiermem.tools.train import list_steps
 
 SCRIPT = Path(__file__).parent / "leaves_a_run.py"
 
@@ -330,6 +337,105 @@ def test_a_file_with_a_run_s_name_is_no_run(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "tiermem-6c11e906ebea").touch()
     os.mkfifo(tmp_path / "tiermem-6c11e906ebeb")
     assert look(tmp_path, capsys) == (0, f"{tmp_path}: no run and no durable step\n")
+
+
+def plant(path: Path) -> Path:
+    """What others may leave on a shared path, beside a killed run that is returned."""
+    elsewhere = path.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "segment.bin").write_text("precious")
+    for number, kind in enumerate(("link", "dangling", "circle", "folder", "fifo", "socket", "link to a lock")):
+        run = path / f"tiermem-bbb{number}"
+        lock = run / "lock"
+        if kind in ("link", "dangling", "circle"):
+            run.symlink_to({"link": elsewhere, "dangling": path / "nothing", "circle": run}[kind])
+            continue
+        run.mkdir()
+        if kind == "folder":
+            lock.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(lock)
+        elif kind == "socket":
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(os.path.relpath(lock))
+        else:
+            lock.symlink_to(elsewhere / "segment.bin")
+        (run / "segment.bin").symlink_to(elsewhere / "segment.bin")
+        (run / "manifest-1.json").mkdir()
+    (path / os.fsdecode(b"tiermem-\xff")).mkdir()
+    (path / "tiermem-cc\n\x1b[2Jcc").mkdir()
+    dead = path / "tiermem-0123"
+    dead.mkdir()
+    (dead / "lock").write_text(json.dumps({"pid": 1, "host": "x\x1b]0;owned\x07", "started": "\x1b[31m"}))
+    (dead / os.fsdecode(b"odd\x1b[2J\xff")).touch()
+    (dead / "segment.bin").write_bytes(b"x" * 4096)
+    return dead
+
+
+@pytest.mark.parametrize("where", ["the path", "a link to it", "a link to a run"])
+def test_what_others_leave_on_a_path_never_stops_fsck(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "path"
+    path.mkdir()
+    monkeypatch.chdir(tmp_path)
+    dead, link = plant(path), tmp_path / "link"
+    link.symlink_to(path if where == "a link to it" else dead)
+    signal.alarm(20)
+    try:
+        for words in ([], ["--json"], ["--verify"], ["--remove"]):
+            with pytest.raises(SystemExit) as ended:
+                main(["fsck", str(path if where == "the path" else link), *words])
+            said = capsys.readouterr()
+            assert ended.value.code in (EXIT_DEAD, EXIT_DAMAGED), said.err
+            assert not re.search(r"[^\n -~]", said.out + said.err.encode("ascii", "backslashreplace").decode())
+            if not words:
+                assert r"x\x1b]0;owned\x07" in "".join(said.out.split())  # a cell may be folded
+    finally:
+        signal.alarm(0)
+    assert not (dead / "lock").exists() and not (dead / "segment.bin").exists()
+    assert (tmp_path / "elsewhere" / "segment.bin").read_text() == "precious"
+    shutil.rmtree(path)
+
+
+def test_what_others_leave_on_a_path_stops_neither_a_run_nor_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "path"
+    path.mkdir()
+    plant(path)
+    signal.alarm(60)
+    try:
+        with TensorStore(path):
+            pass
+        assert remove_dead_runs(path, 1) == []
+        assert next(iter(find_path(path))).what == "path"
+        assert list_steps(path, Console(file=io.StringIO())) == 0
+    finally:
+        signal.alarm(0)
+    shutil.rmtree(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place")
+def test_the_runs_of_another_user_are_told_and_the_rest_is_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "path"
+    dead = path / "tiermem-0123"
+    dead.mkdir(parents=True)
+    (dead / "lock").write_text("{}")
+    (path / "tiermem-4567").mkdir(mode=0o700)
+    for each in (path, dead, tmp_path, *tmp_path.parents[:-2]):
+        each.chmod(0o755)
+    console = Console(markup=False, width=400, file=io.StringIO())
+    os.seteuid(65534)
+    try:
+        status = fsck(FsckOptions(path), console)
+    finally:
+        os.seteuid(0)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert status == EXIT_UNREAD
+    assert "tiermem-4567: Permission denied: not looked at" in said and "tiermem-0123" in said
+    shutil.rmtree(path)
 
 
 def test_what_the_machine_lacks_is_no_damage(

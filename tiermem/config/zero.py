@@ -99,6 +99,9 @@ class OwnConfig(ConfigModel):
     the next backward, and a run that is closed leaves its last step in the store's folder."""
     keep: PositiveCount = OffloadPolicy.keep
     """Tags that stay on the NVMe paths; saving one more drops the oldest, with a warning. Each takes its bytes on disk."""
+    copies: bool = OffloadPolicy.copies
+    """Make every saved checkpoint a complete copy, which can be moved as one folder; else one beside the NVMe paths only names
+    the files of the run there."""
     verify: Verify = OffloadPolicy.verify
     """When checksums of what is read from NVMe are compared: at every read, at one in 16, or only when a run is resumed."""
     engine: Literal["auto", "uring", "aio", "threads"] = "auto"

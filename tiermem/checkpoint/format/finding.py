@@ -465,13 +465,24 @@ def read_manifest(found: Found) -> Opened:
     except FileNotFoundError:
         newer = newer_of(pointer, file)
         if newer is None:
-            raise
+            raise _lost(file, found.file) from None
         raise ManifestError(f"{found.file}: is of {_name(pointer)}; beside that lies {_name(newer)}{_OLDER}") from None
     manifest = parse_manifest(data, str(file))
     num_said = 4 if pointer.tag or manifest.choices is not None else 2  # version 1 says run and commit
     if _identity(pointer)[:num_said] != _identity(manifest)[:num_said]:
         raise ManifestError(f"{found.file}: is of {_name(pointer)}; {file} is of {_name(manifest)}")
     return Opened(file, manifest, found.file.parent)
+
+
+def _lost(file: Path, by: Path) -> FileNotFoundError:
+    """The error for a file of a step that is not there, named by a pointer or a manifest."""
+    place, now = real(file).parent, "which is not there" if not file.parent.is_dir() else "which holds it no more"
+    return FileNotFoundError(
+        2,
+        f"is missing: {by} only names it, and the step's bytes lay in {place}, {now}. Mount its disk or put the folder back. "
+        'copy=True, "tiermem": {"copies": true} and tiermem export --whole make checkpoints that hold all of their bytes',
+        str(file),
+    )
 
 
 def newer_of(pointer: Pointer, file: Path) -> Manifest | None:
@@ -515,7 +526,10 @@ def read_parts(opened: Opened) -> list[tuple[Path, Part]]:
     found = []
     for each in opened.manifest.parts:
         folder = opened.file.parent / each.folder
-        data = _read_whole(folder / each.file, each.num_bytes, each.crc32c, str(opened.file))
+        try:
+            data = _read_whole(folder / each.file, each.num_bytes, each.crc32c, str(opened.file))
+        except FileNotFoundError:
+            raise _lost(folder / each.file, opened.file) from None
         found.append((folder, parse_part(data, str(folder / each.file))))
     return found
 

@@ -149,7 +149,7 @@ class Commits:
                 if topology.rank == 0:
                     ranks = topology.world, topology.num_shards
                     manifest = manifest_of(content, self.run_id, commit, ranks, told, kept.manifest.parent)
-                    publish(content, manifest, kept.manifest, undo)
+                    publish(content, manifest, kept.manifest, told, undo)
                     return self.removed(doomed)
                 return []
 

@@ -47,7 +47,7 @@ from tiermem.swap import direct, durable
 from tiermem.swap.direct import open_direct
 from tiermem.swap.entry import Freeze
 from tiermem.swap.ranges import round_up
-from tiermem.swap.run_folder import is_of_one_host, remove
+from tiermem.swap.run_folder import SEGMENT, is_of_one_host, remove
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology, group_aside
@@ -140,10 +140,13 @@ def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path,
     with durable.closing(open_direct(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)[0]) as fd:
         ways = [_clone] if is_of_one_host(path.parent) else [_clone, _copy_range]
         ways.append(functools.partial(_read_and_write, buffer))
+        end = os.fstat(fd).st_size
         for each in extents:
-            done = 0
-            while done < each.num_bytes:
-                length = min(_STEP_BYTES, each.num_bytes - done) if ways[0] is not _clone else each.num_bytes - done
+            done, num_bytes = 0, each.num_bytes
+            if 0 < each.offset + num_bytes - end < ALIGNMENT and source.name != SEGMENT:  # a data file
+                num_bytes = end - each.offset
+            while done < num_bytes:
+                length = min(_STEP_BYTES, num_bytes - done) if ways[0] is not _clone else num_bytes - done
                 start_s = time.monotonic()
                 try:
                     done += ways[0](fd, each.offset + done, length, target, each.place + done)
@@ -171,12 +174,13 @@ def _copy_range(source: int, offset: int, num_bytes: int, target: int, place: in
 
 
 def _read_and_write(buffer: mmap.mmap, source: int, offset: int, num_bytes: int, target: int, place: int) -> int:
-    with memoryview(buffer) as whole, whole[:num_bytes] as view:
+    with memoryview(buffer) as whole, whole[: round_up(num_bytes, ALIGNMENT)] as view:
         done = os.preadv(source, [view], offset)
         if done < num_bytes:
             raise OSError(errno.ENODATA, f"the file ends at byte {offset + done}: something truncated it")
+        view[done:] = bytes(len(view) - done)
         written = 0
-        while written < num_bytes:
+        while written < len(view):
             with view[written:] as rest:
                 written += os.pwrite(target, rest, place + written)
     return num_bytes
@@ -296,7 +300,7 @@ class Copies:
                     ranks = topology.world, topology.num_shards
                     manifest = manifest_of(content, self._commits.run_id, work.commit, ranks, told, work.folder)
                     name = copy_name(self._commits.run_id, work.commit, None, "json")
-                    publish(content, manifest, work.folder / name, work.undo)
+                    publish(content, manifest, work.folder / name, told, work.undo)
                     return self._commits.removed(replaced)
                 return []
 

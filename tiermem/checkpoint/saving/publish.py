@@ -79,12 +79,15 @@ def write_part(
 ) -> Json:
     """Writes this rank's part durably; its pieces refer to `files` by index. Blocks; raises OSError.
 
-    Returns JSON for rank 0: folder, file, size in bytes and CRC-32C of the part, and the checksums of its states.
+    Returns JSON for rank 0: folder, file, size in bytes and CRC-32C of the part, the checksums of its states, and the folders
+    of `files`.
     """
     data = Part(run_id, commit, rank, content.rng, content.data, tuple(files), placed.rows.states()).dump()
     durable.write_file(file, data)
     sums = [(*key, found) for key, found in placed.sums.items()]
-    return {"folder": str(file.parent), "file": file.name, "bytes": len(data), "crc32c": crc32c(data), "sums": sums}
+    places = sorted({str(real(file.parent / each).parent) for each in files})
+    told = {"folder": str(file.parent), "file": file.name, "bytes": len(data), "crc32c": crc32c(data), "sums": sums}
+    return {**told, "places": places}
 
 
 def manifest_of(
@@ -163,8 +166,10 @@ class SavingInto:
             os.close(fd)
 
 
-def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.ExitStack) -> None:
-    """Writes a manifest to its path and, for a tag, the pointer and `latest`. Blocks; raises OSError.
+def publish(content: Content, manifest: Manifest, path: Path, told: Sequence[Any], undo: contextlib.ExitStack) -> None:
+    """Writes a manifest to its path and, for a tag, a README, the pointer and `latest`. Blocks; raises OSError.
+
+    told: of every rank, by `write_part`.
 
     Without `save_latest`, a `latest` that names this tag already is written too: the pointer that it is a copy of has changed.
     """
@@ -176,6 +181,7 @@ def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.E
     pointer, latest = pointer_path(content.save_dir, content.tag), known_latest(content.save_dir)
     with contextlib.closing(SavingInto(pointer.parent, undo)):
         said = pointer_to(path, data, manifest, content.save_dir, content.tag, latest).dump()
+        _explain(pointer, path, manifest, told, undo)
         replace(pointer, said, undo)
     if content.save_latest or (latest is not None and latest.tag == content.tag):
         replace(content.save_dir / LATEST_FILE, said, undo)
@@ -191,6 +197,52 @@ def pointer_to(
     where = written(path.parent, pointer_path(save_dir, tag).parent)
     file = where, path.name, len(data), crc32c(data)
     return Pointer(manifest.run_id, manifest.commit, *file, tag, manifest.step, series, number + 1)
+
+
+README_FILE = "README.txt"
+_MARK = b"A checkpoint of tiermem: "
+
+
+def _explain(pointer: Path, path: Path, manifest: Manifest, told: Sequence[Any], undo: contextlib.ExitStack) -> None:
+    """Says in a file beside a pointer where the bytes of the step lie; a complete copy has none. A user's file stays."""
+    readme, places = pointer.parent / README_FILE, sorted({place for each in told for place in each["places"]})
+    if durable.exists(readme) and not _is_readme(readme):
+        return
+    if real(path).parent == real(pointer.parent):
+        if durable.exists(readme):
+            remove(readme)
+        return
+    folders = "".join(f"    {each}\n" for each in places)
+    replace(readme, _MARK + _TOLD.format(tag=manifest.tag, step=manifest.step, folders=folders).encode(), undo)
+    logger.info(
+        "checkpoint %r (step %d) stays where its states rest: %s; %s says how to take it along",
+        manifest.tag, manifest.step, ", ".join(places), readme,
+    )  # fmt: skip
+
+
+_TOLD = """step {step}, tag {tag}.
+
+This folder only names it. Its bytes stay where the run keeps its states:
+
+{folders}
+Delete or move one of them, and the checkpoint is lost. A folder that holds all of it is written by
+
+    tiermem export --whole FOLDER_OF_CHECKPOINTS OUT --tag {tag}
+
+or by the save itself: copy=True, or "tiermem": {{"copies": true}} in a config.
+"""
+
+
+def _is_readme(file: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return durable.read_file(file, MOST_POINTER_BYTES).startswith(_MARK)
+    return False
+
+
+def write_pointer(path: Path, save_dir: Path, tag: str) -> None:
+    """Writes the pointer of a tag whose manifest is `path`, and `latest`. Blocks; raises ManifestError, OSError."""
+    write_latest(path, save_dir, tag)
+    durable.write_file(pointer_path(save_dir, tag), durable.read_file(save_dir / LATEST_FILE, MOST_POINTER_BYTES))
 
 
 def write_latest(path: Path, save_dir: Path, tag: str) -> None:
@@ -218,8 +270,10 @@ def make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
 
 
 def remove_pointer(pointer: Path) -> None:
-    """Removes a tag's pointer, and the tag's folder if it is then empty."""
+    """Removes a tag's pointer and its README, and the tag's folder if it is then empty."""
     remove(pointer)
+    if _is_readme(pointer.parent / README_FILE):
+        remove(pointer.parent / README_FILE)
     remove_empty(pointer.parent)
 
 

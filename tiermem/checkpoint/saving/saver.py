@@ -203,7 +203,7 @@ def save(
         tag: the name of a folder below save_dir; default: `global_step<steps>`. Rank 0's tag is used, see `tag_validation`.
         save_latest: whether `<save_dir>/latest` names this tag afterwards.
         exclude_frozen_parameters: leaves out parameters that do not require gradients.
-        copy: makes a complete copy in `<save_dir>/<tag>/`; the module says when a save is always a copy. States on NVMe are
+        copy: makes a complete copy in `<save_dir>/<tag>/`, as the policy's `copies` does for every save; the module says when a save is always a copy. States on NVMe are
             copied by a thread while training goes on, if steps have a slot to write to; `wait` waits for the copy.
         client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; `load` returns it.
         scheduler, loss_scaler, loader: their `state_dict()` is saved; an object without one is left out.
@@ -293,7 +293,7 @@ def _draft(
     if save_dir is not None:
         tag = f"global_step{steps}" if tag is None else str(tag)
         tag_folder(save_dir, tag)
-        copies = copies or not _may_stay(shards, save_dir)
+        copies = copies or shards.policy.copies or not _may_stay(shards, save_dir)
     if optimizer is not None:
         optimizer.follow_state()
     parameters, excluded = capture.parameters(shards, optimizer, exclude_frozen)
