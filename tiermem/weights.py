@@ -209,7 +209,7 @@ def export_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
     for param, value in _current_weights(shards, names):
         is_cast = dtype is not None and value.is_floating_point()
         yield names[param], value.to(dtype) if is_cast else value
-    saved = _saved_buffers(root)
+    saved = saved_buffers(root)
     for name, buffer in root.named_buffers():
         if name in saved:
             yield name, buffer.detach().clone()
@@ -241,10 +241,11 @@ def _current_weights(
     shards.prefetcher.end_pass()
 
 
-def _saved_buffers(root: nn.Module) -> set[str]:
+def saved_buffers(root: nn.Module) -> set[str]:
+    """The names of the buffers that a state dict has."""
     return {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in root.named_modules()
+        for prefix, module in root.named_modules(remove_duplicate=False)
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     }

@@ -58,6 +58,7 @@ from tiermem.integrations.choice import (
     set_called_together,
     with_moments,
 )
+from tiermem.integrations.peft import adapters_state
 from tiermem.integrations.pretrained import load_pretrained_weights, save_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
@@ -302,7 +303,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes model.safetensors, one parameter in memory at a time, and the files that the Trainer writes beside it.
 
-        With adapters (PEFT) it writes the adapters' weights. Collective; blocks; raises OSError on every rank when rank 0
+        With adapters (PEFT) it writes what peft asks for: all adapters, and resized embeddings. Collective; blocks; raises OSError on every rank when rank 0
         cannot write the weights.
         """
         if self._shards is None:
@@ -310,7 +311,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             return
         folder = self.args.output_dir if output_dir is None else output_dir
         if has_adapters(self.model):
-            self._save_beside(folder, self._trainable_state())
+            self._save_beside(folder, adapters_state(self._shards, self.model))
         else:
             self._save_beside(folder, {})  # an empty file of weights, which the next line replaces
             save_pretrained_weights(self._shards, Path(folder))
@@ -320,12 +321,6 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     def _save_beside(self, folder: str, state: dict[str, torch.Tensor]) -> None:
         if self.args.should_save:
             self._save(folder, state_dict=state)
-
-    def _trainable_state(self) -> dict[str, torch.Tensor]:
-        """The weights that require gradients, and the buffers. Collective; blocks."""
-        assert self._shards is not None
-        state = {name: self._shards.weight(p) for name, p in self.model.named_parameters() if p.requires_grad}
-        return state | dict(self.model.named_buffers())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves a durable step into the checkpoint's folder, and scheduler.pt. Collective; blocks until it is complete."""

@@ -15,6 +15,7 @@ import copy
 import importlib
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch import nn
 from tiermem.integrations.pretrained import load_pretrained_weights, take_quantizer
 from tiermem.policy import OffloadPolicy
 from tiermem.weights import find_files, read_header
+from tiermem.zero.absent import absent_part, become
 from tiermem.zero.access import GatheredParameters
 from tiermem.zero.init import Init
 
@@ -49,7 +51,8 @@ def from_pretrained(
         name_or_dir: a folder, or a name on the Hugging Face hub, whose files are downloaded; of a model, or of a PEFT adapter.
         policy: of the model; give `shard` or the Trainer the same. Default: everything in memory.
         model_class: a class of transformers, or one of its AutoModel classes. Default: the class that the config names.
-        dtype: of the weights: a dtype, or "auto": the config's, else that of the files.
+        dtype: of the weights: a dtype, or "auto": the config's, else that of the files. What transformers keeps in fp32 beside
+            bf16 or fp16 is fp32.
         kwargs: `config`; revision, cache_dir, token, local_files_only, force_download, subfolder; others change the config.
 
     Returns the model in evaluation mode. Weights that the files lack get initial values, with a warning. Each rank reads the
@@ -74,6 +77,7 @@ def from_pretrained(
     with Init(policy=policy or OffloadPolicy()), _without_init(kind, config, folder):
         model = kind._from_config(config, dtype=chosen)
         model.tie_weights()  # which is a part of giving initial values
+    _keep_in_fp32(model, chosen)
     lacking = load_pretrained_weights(model, folder, may_lack=True, quantizer=quantizer)
     if lacking:
         logger.warning("%s lacks %s, which have initial values: train them", folder, ", ".join(sorted(lacking)))
@@ -81,6 +85,22 @@ def from_pretrained(
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     found: nn.Module = model.eval()
     return found
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Makes the parameters and buffers fp32 that transformers keeps so beside this dtype (`_keep_in_fp32_modules`)."""
+    plan_of = getattr(model, "_get_dtype_plan", None)
+    plan: dict[str, torch.dtype] = {} if plan_of is None else plan_of(dtype)
+    if not plan:
+        return
+    kept = re.compile("|".join(word.replace("*", ".*") for word in plan))  # as transformers matches names
+    for name, param in model.named_parameters():
+        if kept.search(name) and param.is_floating_point():
+            with torch._C.DisableTorchFunction():  # its values rest elsewhere
+                become(param, absent_part(param.shape, torch.float32, param.device))
+    for name, buffer in model.named_buffers():
+        if kept.search(name) and buffer.is_floating_point():
+            become(buffer, buffer.float())
 
 
 def class_of(config: Any, model_class: Any = None) -> Any:
@@ -133,7 +153,7 @@ def _dtype_of(asked: torch.dtype | str, config: Any, folder: Path) -> torch.dtyp
     said = getattr(torch, said) if isinstance(said, str) else said
     if isinstance(said, torch.dtype):
         return said
-    stored = (each.dtype for file in find_files(folder) for each in read_header(file))
+    stored = (each.dtype for each in sorted(read_header(find_files(folder)[0])))  # by name, as transformers looks
     return next((each for each in stored if each.is_floating_point and each.itemsize > 1), torch.float32)
 
 

@@ -1,0 +1,124 @@
+"""Does TiermemTrainer save of adapters what the plain Trainer saves, whatever the tuner, so that a plain model loads it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("peft")
+pytest.importorskip("accelerate")
+
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file
+from trainings import TiermemTrainer, Trainer, on_nvme
+
+TARGETS = ["q_proj", "v_proj"]
+FIELDS: dict[str, dict[str, Any]] = {
+    "Lora": {"r": 4},
+    "Lora, DoRA": {"r": 4, "use_dora": True},
+    "Lora, trainable tokens": {"r": 4, "trainable_token_indices": {"embed_tokens": [1, 5]}},
+    "Lora, head saved": {"r": 4, "modules_to_save": ["lm_head"]},
+    "AdaLora": {"init_r": 4, "target_r": 2, "total_step": 10},
+    "IA3": {"feedforward_modules": []},
+    "LoHa": {"r": 4},
+    "LoKr": {"r": 4},
+    "Vera": {"r": 4},
+    "VBLoRA": {"r": 4, "num_vectors": 8, "vector_length": 8},
+    "VBLoRA, top k alone": {"r": 4, "num_vectors": 8, "vector_length": 8, "save_only_topk_weights": True},
+    "RandLora": {"r": 4},
+    "OFT": {"oft_block_size": 8},
+    "BOFT": {"boft_block_size": 8},
+    "HRA": {"r": 4},
+    "FourierFT": {"n_frequency": 8},
+    "LNTuning": {"target_modules": ["input_layernorm"]},
+    "PromptTuning": {"target_modules": None, "num_virtual_tokens": 3, "task_type": "CAUSAL_LM"},
+    "PrefixTuning": {"target_modules": None, "num_virtual_tokens": 3, "task_type": "CAUSAL_LM"},
+    "PromptEncoder": {"target_modules": None, "num_virtual_tokens": 3, "task_type": "CAUSAL_LM"},
+}
+
+
+def config_of(name: str) -> Any:
+    fields = {"target_modules": TARGETS, **FIELDS[name]}
+    if fields["target_modules"] is None:
+        del fields["target_modules"]
+    return getattr(peft, f"{name.partition(',')[0]}Config")(**fields)
+
+
+def second(model: Any) -> Any:
+    model = peft.get_peft_model(model, config_of("Lora"))
+    model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["v_proj"]))
+    return model
+
+
+def resized(model: Any) -> Any:
+    model.resize_token_embeddings(71, mean_resizing=False)
+    return peft.get_peft_model(model, config_of("Lora"))
+
+
+def inside(model: Any) -> Any:
+    """An adapter that transformers itself has put into its model."""
+    model.add_adapter(config_of("Lora"))
+    return model
+
+
+BUILDS: dict[str, Callable[[Any], Any]] = {
+    **{name: (lambda model, name=name: peft.get_peft_model(model, config_of(name))) for name in FIELDS},
+    "a second, frozen adapter": second,
+    "resized embeddings": resized,
+    "an adapter of transformers": inside,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def saved(name: str, base: Path, folder: Path, kind: Any, **given: Any) -> dict[str, torch.Tensor]:
+    """Trains two steps and saves; the tensors of all files."""
+    torch.manual_seed(0)
+    model = BUILDS[name](transformers.AutoModelForCausalLM.from_pretrained(base))
+    args = transformers.TrainingArguments(
+        str(folder), max_steps=2, learning_rate=1e-2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    tokens = torch.randint(3, 64, (16, 12), generator=torch.Generator().manual_seed(0))
+    trainer = kind(model, args, train_dataset=[{"input_ids": each, "labels": each} for each in tokens], **given)
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    if given:
+        trainer.close()
+    files = (folder / "saved").rglob("*.safetensors")
+    return {f"{file.parent.name}/{key}": value for file in files for key, value in load_file(file).items()}
+
+
+QUICK = {"Lora", "Vera", "VBLoRA", "RandLora", "a second, frozen adapter", "resized embeddings"}
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in BUILDS]
+)
+def test_a_saved_adapter_is_the_plain_trainers(name: str, base: Path, tmp_path: Path) -> None:
+    expected = saved(name, base, tmp_path / "plain", Trainer)
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    found = saved(name, base, tmp_path / "ours", TiermemTrainer, tiermem=on_nvme(nvme))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype, key
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+    if name in FIELDS and "top k" not in name:  # of which a loaded one has other logits, also a plain one
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+        loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "ours" / "saved")
+        state = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+        assert all(torch.equal(state[key], found[f"saved/{key}"]) for key in state.keys() & {k[6:] for k in found})
