@@ -4,6 +4,7 @@ a model's current weights to other programs."""
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 import os
@@ -21,7 +22,10 @@ from tiermem.swap.direct import check_room, take_room
 from tiermem.swap.stream import FileReader
 from tiermem.zero import registry
 from tiermem.zero.absent import become
+from tiermem.zero.settle import empty_buffers
 from tiermem.zero.shards import Shards
+
+logger = logging.getLogger("tiermem")
 
 # ---- writing weight files --------------------------------------------------------------------------------------------
 #
@@ -156,7 +160,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
 
     Blocks; with several ranks every rank must call it. Raises ValueError (a shape or a name does not match; lists both sides'
     names) and OSError (a missing file). A file that is too short raises ValueError. Both are raised before any parameter is
-    changed, except for errors while values are read.
+    changed, except for errors while values are read. A warning names buffers on the meta device that no file fills.
     """
     files = find_files(Path(path))
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -175,6 +179,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
             for stored in read_header(file):
                 if (target := targets.get(stored.name)) is not None:
                     put_value(target, stored.read(reader))
+    if empty := empty_buffers(model):
+        logger.warning("%s: no file has values of these buffers, which stay on the meta device", ", ".join(empty))
 
 
 # ---- current weights, for another program ----------------------------------------------------------------------------

@@ -208,12 +208,20 @@ def test_several_models_are_opened_in_one_init(tmp_path: Path) -> None:
         torch.testing.assert_close(weights_of(model, policy), dict(expected.state_dict()), rtol=0, atol=0)
 
 
-def test_a_meta_model_is_filled_from_files(tmp_path: Path) -> None:
+def test_a_meta_model_is_filled_from_files_and_its_empty_buffers_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, policy = build("llama"), on_nvme(tmp_path / "nvme")
     plain.save_pretrained(tmp_path / "saved")
     with tiermem.zero.Init(policy=policy), torch.device("meta"):
         model = type(plain)(plain.config)
-    load_safetensors(model, tmp_path / "saved")
+    with caplog.at_level("WARNING", "tiermem"):
+        load_safetensors(model, tmp_path / "saved")
+    assert "model.rotary_emb.inv_freq" in caplog.text
+    with pytest.raises(ValueError, match=r"model\.rotary_emb\.inv_freq.*: buffers on the meta device"):
+        weights_of(model, policy)
+    for module, own in zip(model.modules(), plain.modules(), strict=True):
+        module._buffers.update(own._buffers)
     torch.testing.assert_close(weights_of(model, policy), dict(plain.state_dict()), rtol=0, atol=0)
 
 

@@ -54,6 +54,12 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
                 f"parameter {name!r} is {param.dtype}, which no optimizer here steps: keep torch.view_as_real of it as the "
                 "parameter and torch.view_as_complex that in forward, or freeze it"
             )
+    empty = empty_buffers(model)
+    if empty:
+        raise ValueError(
+            f"{', '.join(empty)}: buffers on the meta device, which no file fills (persistent=False). Give them values before "
+            "the model is sharded, or build it without torch.device('meta'), under tiermem.zero.Init"
+        )
     for name, module in model.named_modules():
         is_scripted = isinstance(module, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]  # torch documents it
         if is_scripted and next(module.parameters(), None) is not None:
@@ -109,6 +115,16 @@ def _is_twin(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in both]
     return places[0] == places[1]
+
+
+def empty_buffers(model: nn.Module) -> list[str]:
+    """The names of the buffers on the meta device that a state dict does not have."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_meta and name in module._non_persistent_buffers_set
+    ]
 
 
 def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
