@@ -1,5 +1,7 @@
 """Corpus: text files as tokens. Each byte is a token, 0 to 255, so no tokenizer is needed.
 
+This is data for demonstrations: a model that has a tokenizer is not trained on it, and files of records are refused.
+
 Files are read in the order of their paths, up to a bounded number of bytes. The text is cut into windows of the sequence
 length, and a seed shuffles the windows. The same files and seed give the same batches to the trainer,
 plain PyTorch and DeepSpeed.
@@ -13,10 +15,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiermem.tools.words import format_bytes
+
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_BYTES = 4 << 20
+_RECORDS = {".jsonl", ".ndjson", ".parquet", ".arrow"}
+"""Endings of files of records, whose syntax is no text to train on."""
+_NAMED_RECORDS = _RECORDS | {".json"}  # a folder of sources has .json files that are no data
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_INSTEAD = "TiermemTrainer or TRL trains on tokens (docs/huggingface.md)"
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
@@ -37,15 +46,21 @@ class Corpus:
 
     Raises:
         OSError: a path does not exist or cannot be read.
-        ValueError: fewer bytes than one window.
+        ValueError: fewer bytes than one window, or a file of records, such as jsonl or parquet.
     """
 
     def __init__(self, paths: Sequence[Path], seq: int, seed: int, max_bytes: int = DEFAULT_BYTES) -> None:
         self.seq = seq
-        self._text = _read(_files(paths) if paths else _python_files(), max_bytes)
+        self._text, whole_bytes = _read(_files(paths) if paths else _python_files(), max_bytes)
+        names = ", ".join(map(str, paths)) or "Python's own files"
         if len(self._text) < seq:
-            names = ", ".join(map(str, paths)) or "Python's own files"
             raise ValueError(f"{names}: {len(self._text)} bytes of text are fewer than one sequence of {seq}")
+        read = "all" if whole_bytes == len(self._text) else "the first"
+        self.source = (
+            f"data: {read} {format_bytes(len(self._text))} of the {format_bytes(whole_bytes)} of {names}, a byte is a token: "
+            "this shows memory and speed, and makes no model to use"
+        )
+        """One line: what was read, and what for."""
         self._order = list(range(len(self._text) // seq))
         random.Random(seed).shuffle(self._order)
 
@@ -72,14 +87,25 @@ class Corpus:
         return {"input_ids": tokens, "labels": tokens}
 
 
-def _read(files: Iterable[Path], max_bytes: int) -> bytes:
-    text = bytearray()
+def check_bytes_suit(model: Path) -> None:
+    """Raises ValueError for a model's folder that holds a tokenizer: bytes are no tokens of that model."""
+    found = next((name for name in _TOKENIZERS if (model / name).is_file()), None)
+    if found is not None:
+        raise ValueError(
+            f"--model: {model} has a tokenizer ({found}), and `tiermem train` gives bytes of text to a model as its tokens, "
+            f"which would spoil this one: {_INSTEAD}"
+        )
+
+
+def _read(files: Iterable[Path], max_bytes: int) -> tuple[bytes, int]:
+    """The text, and the bytes that all files have."""
+    text, whole_bytes = bytearray(), 0
     for file in files:
-        with open(file, "rb") as stream:
-            text += stream.read(max_bytes - len(text))
-        if len(text) >= max_bytes:
-            break
-    return bytes(text)
+        whole_bytes += file.stat().st_size
+        if len(text) < max_bytes:
+            with open(file, "rb") as stream:
+                text += stream.read(max_bytes - len(text))
+    return bytes(text), whole_bytes
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -87,9 +113,21 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         if not path.exists():
             raise FileNotFoundError(f"--data: there is no {path}")
         if path.is_file():
+            _check_text(path, _NAMED_RECORDS)
             yield path
-        else:
-            yield from (file for file in sorted(path.rglob("*")) if file.is_file() and _is_text(file))
+            continue
+        for file in sorted(path.rglob("*")):
+            if file.is_file():
+                _check_text(file, _RECORDS)
+                if _is_text(file):
+                    yield file
+
+
+def _check_text(file: Path, records: set[str]) -> None:
+    if file.suffix.lower() in records:
+        raise ValueError(
+            f"--data: {file} holds records, and `tiermem train` reads text, each byte of which is a token: {_INSTEAD}"
+        )
 
 
 def _python_files() -> Iterator[Path]:

@@ -73,6 +73,7 @@ def train(options: TrainOptions, console: Console) -> int:
     peers = list_peers(job, options.peer_python) if options.has_peers else []
     folder.mkdir(parents=True)
     console.print(f"run {folder}")
+    console.print(job.source, soft_wrap=True)
     if resumed is not None:
         console.print(f"going on from step {resumed.step} of {resumed.place}")
     command = [sys.executable, "-m", "tiermem.tools.trainer", str(folder / "job.json"), "--channel", CHANNEL_FD]
@@ -194,7 +195,7 @@ def _run_one(
         message = record.error["trace"] if options.is_debug else record.error["message"]
         instead = record.error.get("instead")
         raise Mistake(message, instead) if instead else ValueError(message)
-    run = {"name": title, **stamp(), **record.summary()}
+    run = {"name": title, **stamp(), **record.summary(), "data": job.source}
     save_json(folder / "run.json", {**run, "pictures": record.pictures()})
     return run
 

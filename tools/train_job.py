@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiermem.swap.direct import probe_path
-from tiermem.tools.corpus import Corpus
+from tiermem.tools.corpus import Corpus, check_bytes_suit
 from tiermem.tools.launcher import Job
 from tiermem.tools.machine import memory_bytes
 from tiermem.tools.options import TrainOptions
@@ -281,7 +281,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
             probe_path(path)
     _check_room(shape, [_existing(path.absolute()) for path in nvme])
     seed = options.seed if options.seed is not None else DEFAULT_SEED
-    Corpus(options.data, seq, seed)  # raises for what cannot be read
+    corpus = Corpus(options.data, seq, seed)  # raises for what cannot be read
     saves = options.save is not None or options.save_every is not None
     return Job(
         name=name,
@@ -304,6 +304,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         save_every=options.save_every,
         sustained=options.sustained,
         to_save=options_to_save(options, name, shape, own),
+        source=corpus.source,
     )
 
 
@@ -389,6 +390,7 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
             )
         if options.layers is not None:
             raise ValueError("--layers changes the shape, but --model brings weights of its own shape")
+        check_bytes_suit(options.model)
         return read_shape(options.model / "config.json"), options.model
     shape = shape_of(options.preset, options.config, "--config")
     return (with_layers(shape, options.layers) if options.layers is not None else shape), None

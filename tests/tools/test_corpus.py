@@ -64,3 +64,19 @@ def test_data_that_is_not_there_or_too_short_is_refused(folder: Path) -> None:
         Corpus([folder / "nothing-here"], seq=4, seed=0)
     with pytest.raises(ValueError, match="24 bytes of text are fewer than one sequence of 100"):
         Corpus([folder], seq=100, seed=0)
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.NDJSON", "part-0.parquet", "alpaca.json", "data.arrow"])
+def test_files_of_records_are_refused(folder: Path, name: str) -> None:
+    (folder / name).write_text('{"text": "a record"}\n' * 100)
+    with pytest.raises(ValueError, match=rf"{name} holds records.*TiermemTrainer or TRL"):
+        Corpus([folder / name], seq=4, seed=0)
+    if not name.endswith(".json"):
+        with pytest.raises(ValueError, match=rf"{name} holds records"):
+            Corpus([folder], seq=4, seed=0)
+
+
+def test_what_was_read_is_said(folder: Path) -> None:
+    said = Corpus([folder / "a.txt", folder / "b.txt"], seq=1, seed=0, max_bytes=10).source
+    assert said.startswith(f"data: the first 10 B of the 16 B of {folder}/a.txt, {folder}/b.txt, a byte is a token")
+    assert Corpus([folder], seq=1, seed=0).source.startswith(f"data: all 24 B of the 24 B of {folder}, ")
