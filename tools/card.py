@@ -214,7 +214,10 @@ class Room(NamedTuple):
     card: Card | None
     """None: the CPU."""
     host_bytes: int | None
-    """What a cap leaves for the plan beside activations as the config has them; None: the config names the plan's own."""
+    """What the caps of a node's ranks leave for the plan beside activations as the config has them; None: the config names the
+    plan's own."""
+    num_ranks: int = 1
+    ranks_on_node: int = 1
 
 
 def choose_config(
@@ -224,7 +227,7 @@ def choose_config(
     activations: Activations,
     room: Room,
 ) -> Chosen:
-    """Settles what the config of a run on one rank leaves open.
+    """Settles what the config of a run leaves open.
 
     speed: None where nothing was measured: the plan's rule chooses. Raises ValueError for a config that cannot be, and, with
     the arithmetic, where a card has no room for the smallest plan beside activations and the config names no `device_bytes`.
@@ -233,22 +236,24 @@ def choose_config(
     policy, card = loaded.policy(), room.card
     if card is None and (policy.host_bytes is None or speed is None):
         return Chosen(config, None, [], None)
-    model, topology = meta_model(shape, loaded.precision), plan_topology(1, loaded.policy(), 1)
-    placements = activations.placements(policy, None if card is None else card.room_bytes, room.host_bytes)
+    model, ranks = meta_model(shape, loaded.precision), (room.num_ranks, room.ranks_on_node)
+    topology = plan_topology(room.num_ranks, policy, room.ranks_on_node)
+    device_bytes = None if card is None else card.room_bytes
+    placements = activations.placements(policy, device_bytes, room.host_bytes, room.ranks_on_node)
     how: str | None = None
     tried: Tried | None = None
     try:
         if speed is None:
-            chosen, plan = placed(model, policy, placements, topology, card is not None, 1)
+            chosen, plan = placed(model, policy, placements, topology, card is not None, room.ranks_on_node)
         else:
             more: dict[str, Any] = {"placements": placements, "input_bytes": activations.input_bytes}
-            num_micro = loaded.batch(1).accumulation
-            choice = choose(model, policy, speed[1], speed[0], is_gpu=card is not None, num_micro=num_micro, **more)
+            num_micro = loaded.batch(room.num_ranks).accumulation
+            choice = choose(model, policy, speed[1], speed[0], *ranks, card is not None, num_micro, **more)
             chosen, plan, how = choice.policy, choice.chosen.plan, str(choice)
             tried = plan, choice.chosen.forecast
     except ValueError:
         if card is not None and policy.device_bytes is None:
-            _check_room(model, policy, placements, topology, card, activations)
+            _check_room(model, policy, placements, topology, room, activations)
         return Chosen(config, None, [], None)  # nothing fits for another reason: building the model says why
     said = [] if card is None else say_placement(policy, chosen, plan, card, activations)
     fields = {name: value for name in _PLACES if (value := getattr(chosen, name)) != getattr(policy, name)}
@@ -269,14 +274,15 @@ def _check_room(
     policy: OffloadPolicy,
     placements: Sequence[Placement],
     topology: Topology,
-    card: Card,
+    room: Room,
     activations: Activations,
 ) -> None:
     """Raises ValueError, with the arithmetic, where a card has no room for any plan."""
     roomy = max(placements, key=lambda placement: placement.device_bytes or 0)
     changed = dataclasses.replace(policy, **roomy.fields(policy) | {"host_bytes": None})
     try:
-        make_plan(divide(model, changed, topology.num_shards), changed, topology, True, 1)
+        make_plan(divide(model, changed, topology.num_shards), changed, topology, True, room.ranks_on_node)
     except ValueError as error:
-        budget = card.budget(activations, roomy.activations)
+        assert room.card is not None
+        budget = room.card.budget(activations, roomy.activations)
         raise ValueError(f"the accelerator has too little memory: {budget.explain()}; {error}") from error

@@ -50,6 +50,8 @@ class Job:
     )
     to_save: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What is saved of the job itself (train_job.py)."""
+    num_ranks: int = 1
+    ranks_on_node: int = 1
     source: str = ""
     """What is read of `data`, on one line."""
 

@@ -144,15 +144,15 @@ def budget_of(job: Job, cap_bytes: int, resident_bytes: int, is_gpu: bool) -> Bu
 
 
 def fits_budget(job: Job, budget: Budget, is_gpu: bool) -> bool:
-    """Whether the plan of a job on one rank fits what a budget leaves for the store."""
+    """Whether the plan of a job fits what a rank's budget leaves for its store."""
     if budget.left_bytes <= 0:
         return False
     loaded = resolve_auto(load_config(job.config), ModelSizes.of(job.shape).hidden)
-    policy = dataclasses.replace(loaded.policy(), host_bytes=budget.left_bytes)
-    topology = plan_topology(1, policy, 1)
+    policy = dataclasses.replace(loaded.policy(), host_bytes=budget.left_bytes * job.ranks_on_node)
+    topology = plan_topology(job.num_ranks, policy, job.ranks_on_node)
     division = divide(meta_model(job.shape, loaded.precision), policy, topology.num_shards)
     try:
-        make_plan(division, policy, topology, is_gpu, 1)
+        make_plan(division, policy, topology, is_gpu, job.ranks_on_node)
     except ValueError:
         return False
     return True

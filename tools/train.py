@@ -12,9 +12,11 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.util
+import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -40,7 +42,7 @@ from tiermem.tools.reports import (
 )
 from tiermem.tools.run_record import read_spans, stamp, write_trace
 from tiermem.tools.seen import keep_record
-from tiermem.tools.train_job import LIST_OF_STEPS, Resumed, find_resumed, make_job, with_saved
+from tiermem.tools.train_job import LIST_OF_STEPS, Resumed, find_resumed, make_job, num_ranks, with_saved
 from tiermem.tools.words import Mistake, save_json
 
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
@@ -68,16 +70,19 @@ def train(options: TrainOptions, console: Console) -> int:
     name = _run_name(options, resumed)
     run_id = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
     folder = options.runs / run_id
+    if num_ranks() > 1 and os.environ.get("RANK", "0") != "0":
+        return _follow(options, name, resumed)
     job = make_job(options, name, folder, resumed)
     _check_memory(job, console)
+    if options.has_peers and job.num_ranks > 1:
+        raise Mistake(f"--peers trains on one rank, and {job.num_ranks} were started", {"--peers": ""})
     peers = list_peers(job, options.peer_python) if options.has_peers else []
     folder.mkdir(parents=True)
     console.print(f"run {folder}")
     console.print(job.source, soft_wrap=True)
     if resumed is not None:
         console.print(f"going on from step {resumed.step} of {resumed.place}")
-    command = [sys.executable, "-m", "tiermem.tools.trainer", str(folder / "job.json"), "--channel", CHANNEL_FD]
-    run = _run_one(job, command, f"tiermem {name}", folder, options, console)
+    run = _run_one(job, _trainer(folder), f"tiermem {name}", folder, options, console)
     _report(run, folder, options, console)
     if options.tuned is not None and keep_record(options.tuned, run):
         console.print(
@@ -94,6 +99,27 @@ def train(options: TrainOptions, console: Console) -> int:
         extra = {"peers": runs[1:]} if peers else {}
         save_json(options.json_file, {**run, **extra})
     return _status(run, console)
+
+
+def _trainer(folder: Path) -> list[str]:
+    """The command of a trainer whose job lies in a folder."""
+    return [sys.executable, "-m", "tiermem.tools.trainer", str(folder / "job.json"), "--channel", CHANNEL_FD]
+
+
+def _follow(options: TrainOptions, name: str, resumed: Resumed | None) -> int:
+    """The launcher of a rank that is not the first: its trainer takes rank 0's job, and rank 0 reports. Returns the status."""
+    quiet = Console(quiet=True)
+    with tempfile.TemporaryDirectory(prefix="tiermem-train-") as place:
+        options = dataclasses.replace(options, runs=Path(place), tensorboard=None)
+        folder = Path(place) / "rank"
+        folder.mkdir()
+        job = dataclasses.replace(make_job(options, name, folder, resumed), events_file=None)
+        try:
+            _check_memory(job, quiet)
+            run = _run_one(job, _trainer(folder), f"tiermem {name}", folder, options, quiet)
+        except ValueError as error:  # rank 0 may say the same, with the command to write instead
+            raise ValueError(f"rank {os.environ['RANK']}: {error}") from error
+        return _status(run, quiet)
 
 
 def list_steps(runs: Path, console: Console) -> int:

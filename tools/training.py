@@ -18,9 +18,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import tiermem
@@ -50,6 +51,8 @@ from tiermem.tools.run_record import Figures, IoCounts, OutOfDeviceMemory, kerne
 from tiermem.tools.train_job import CLIENT_KEY, Config, with_host_bytes
 from tiermem.tools.words import Stop, format_bytes
 
+T = TypeVar("T")
+
 _CEILING_S = 0.4
 _ARRIVAL_S = 0.2
 _STATS = ("nvme_read_bytes", "nvme_written_bytes", "nvme_bytes", "host_bytes", "engine", "engine_why")
@@ -73,10 +76,13 @@ class Trainer:
         """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
         job = self._job
         resident_bytes = load_model_classes(job)
-        job = self._job = self._settle_by_room(self._settle_compute(job), resident_bytes)
-        ceiling = self._measure_ceiling()
+        if job.num_ranks > 1:
+            resident_bytes = self._join(resident_bytes)
+        job = self._job = self._settle_by_room(self._settle_compute(self._job), resident_bytes)
+        (ceiling, *_) = of_every_rank(self._measure_ceiling() if is_first_rank() else None)
         self._channel.phase("measuring the maths")
-        measured = measure(job, self._budget.left_bytes if self._budget is not None else None, ceiling)
+        room_bytes = self._budget.left_bytes if self._budget is not None else None
+        (measured, *_) = of_every_rank(measure(job, room_bytes, ceiling))
         give_back_free_memory()
         forget_peak()
         config, measured = self._choose(measured, resident_bytes)
@@ -109,6 +115,22 @@ class Trainer:
                 engine.close()
             raise
         self._finish(engine, *before)
+        if job.num_ranks > 1:
+            dist.destroy_process_group()
+
+    def _join(self, resident_bytes: int) -> int:
+        """Meets the other ranks, takes rank 0's job, and returns the most bytes that are resident in one of them. Collective.
+
+        What a rank measures of itself differs, and would give each another plan: rank 0's figures and the largest need count.
+        """
+        self._channel.phase("waiting for the other ranks")
+        tiermem.init_distributed()
+        events_file = self._job.events_file
+        (job, *_) = of_every_rank(self._job)
+        self._job = dataclasses.replace(job, events_file=events_file)
+        for path in job.nvme_paths:  # the run's folder, which rank 0 has made on its own node
+            Path(path).mkdir(parents=True, exist_ok=True)
+        return max(of_every_rank(resident_bytes))
 
     @contextlib.contextmanager
     def _explaining_out_of_memory(self, engine: Engine | None = None) -> Iterator[None]:
@@ -130,7 +152,7 @@ class Trainer:
     def _settle_compute(self, job: Job) -> Job:
         """The job with the dtype of products in its config; a warning is sent where the one asked for is far slower."""
         self._channel.phase("measuring products")
-        config, choice = settle_compute(job.config, job.shape)
+        ((config, choice), *_) = of_every_rank(settle_compute(job.config, job.shape))
         if choice.is_measured:
             self._compute = choice.why
         else:
@@ -183,9 +205,12 @@ class Trainer:
         device, config, host_bytes = find_device(), job.config, None
         is_gpu = is_accelerator(device)
         if self._budget is not None:
-            host_bytes = budget_of(job, self._budget.cap_bytes, resident_bytes, is_gpu).left_bytes
+            budget = budget_of(job, self._budget.cap_bytes, resident_bytes, is_gpu)
+            host_bytes = budget.left_bytes * job.ranks_on_node
             config = with_host_bytes(config, host_bytes)
-        room = Room(Card.here(device), host_bytes)
+        cards = [card for card in of_every_rank(Card.here(device)) if card is not None]
+        card = min(cards, key=lambda each: each.room_bytes, default=None)
+        room = Room(card, host_bytes, job.num_ranks, job.ranks_on_node)
         return choose_config(config, job.shape, measured, Activations.of(job, is_gpu), room)
 
     def _measure_ceiling(self) -> dict[str, Any] | None:
@@ -247,11 +272,14 @@ class Trainer:
         dataset = Corpus([Path(path) for path in job.data], job.seq, job.seed)
         store = engine.shards.store
         size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        rank = dist.get_rank() if job.num_ranks > 1 else 0
         for step in range(engine.global_steps + 1, job.steps + 1):
             started, meter = time.monotonic_ns(), Meter(store.recorder, store.stats)
             seconds = dict.fromkeys(("forward", "backward", "step", "whole"), 0.0)
             losses: list[torch.Tensor] = []
-            micros = (dataset.batch((step - 1) * accumulation + i, size, engine.device) for i in range(accumulation))
+            first = (step - 1) * accumulation  # each micro-batch is one for every rank
+            numbers = [(first + i) * job.num_ranks + rank for i in range(accumulation)]
+            micros = (dataset.batch(number, size, engine.device) for number in numbers)
             if job.at_once is not None:
                 with self._timed(engine, seconds, "whole", step):
                     losses.append(engine.train_batch(micros))
@@ -266,12 +294,14 @@ class Trainer:
                 with self._timed(engine, seconds, "step", step):
                     engine.step()
             mean = float(torch.stack(losses).float().mean()) if len(losses) > 1 else float(losses[0])
+            told = of_every_rank((mean, self._stop.is_asked))  # ranks stop together
+            mean, is_stopped = sum(each for each, _ in told) / len(told), any(is_asked for _, is_asked in told)
             seen = meter.look()
             waits = dict(itertools.islice(seen.waits_s.items(), 5))
             figures = {**seen.as_logged(), "limits_s": seen.limits_s, "waits": waits}
             figures |= {f"{phase}_s": seconds[phase] for phase in PHASES}
-            self._report_step(engine, step, started, mean, figures, size * accumulation * job.seq)
-            is_last = step == job.steps or self._stop.is_asked
+            self._report_step(engine, step, started, mean, figures, size * accumulation * job.num_ranks * job.seq)
+            is_last = step == job.steps or is_stopped
             if job.save_dir is not None and (is_last or (job.save_every and step % job.save_every == 0)):
                 self._save(engine, job.save_dir, step)
             if is_last:
@@ -327,12 +357,17 @@ class Trainer:
         moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
         host_peak_bytes = engine.shards.store.stats().host_peak_bytes
         since_made, on_device = written_by_path(engine.shards.store), device_fields(engine.device)
+        paths = [(path, total - written.get(path, 0), total) for path, total in since_made.items()]
+        paths = [path for of_rank in of_every_rank(paths) for path in of_rank]
         engine.close()
         self._channel.send(
             "done",
             **{f"nvme_{key}": each for key, each in moved._asdict().items()},
             **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
-            paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
+            paths=[
+                [path, *(sum(each[i] for each in paths if each[0] == path) for i in (1, 2))]
+                for path in dict.fromkeys(path for path, *_ in paths)
+            ],
             host_peak_bytes=host_peak_bytes,
             steps_early=engine.shards.steps.num_early,
             steps_redone=engine.shards.steps.num_redone,
@@ -346,6 +381,20 @@ class Trainer:
             with open(durable.create_anew(Path(self._job.events_file)), "w", encoding="utf-8") as file:
                 for event in engine.shards.store.recorder.events:
                     file.write(json.dumps(list(event)) + "\n")
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def of_every_rank(value: T) -> list[T]:
+    """The value that each rank gives, in their order. Collective; blocks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def load_model_classes(job: Job) -> int:

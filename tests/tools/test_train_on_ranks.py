@@ -1,0 +1,71 @@
+"""Does `torchrun ... tiermem train` train once: other batches on each rank, one folder, one JSON, one budget?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("_tiermem_native")
+pytest.importorskip("transformers")
+
+from tiermem.tools.presets import preset
+
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 4, "vocab_size": 300}
+TRAIN = "-m tiermem.tools.cli train --config tiny.json --data text.txt --seq 32 --precision fp32 --memory 1GiB".split()
+
+
+def train(folder: Path, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process for each rank, the ranks started by torchrun."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python", sys.executable]
+    command = [sys.executable, *(launch if ranks > 1 else []), *TRAIN, *words]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=200)
+
+
+def figures(folder: Path, ranks: int, *words: str) -> dict[str, Any]:
+    done = train(folder, ranks, "--json", f"{ranks}.json", "--runs", f"runs{ranks}", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((folder / f"{ranks}.json").read_text())
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.json").write_text(json.dumps(preset("151m") | TINY))
+    (tmp_path / "text.txt").write_bytes(bytes((i * i * 7919 + i) % 251 for i in range(20_000)))
+    return tmp_path
+
+
+def test_two_ranks_train_as_one_with_the_whole_batch_and_leave_one_run(folder: Path) -> None:
+    words = ("--steps", "3", "--offload", "nvme")
+    two = figures(folder, 2, "--batch", "2", *words)
+    one = figures(folder, 1, "--batch", "4", *words)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-6)
+    assert len(set(one["losses"])) == 3
+    (run,) = (folder / "runs2").iterdir()
+    assert json.loads((run / "run.json").read_text())["losses"] == two["losses"]
+    assert not list(run.glob("rank*"))
+
+
+@pytest.mark.slow
+def test_ranks_go_on_from_what_they_saved(folder: Path) -> None:
+    figures(folder, 2, "--steps", "2", "--offload", "nvme", "--save", "ck")
+    done = train(folder, 2, "--resume", "ck", "--steps", "3", "--json", "on.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on from step 2 of ck" in " ".join(done.stdout.split())
+    assert len(json.loads((folder / "on.json").read_text())["losses"]) == 1
+
+
+def test_a_cap_that_is_too_small_is_refused_once_for_all_ranks(folder: Path) -> None:
+    done = train(folder, 2, "--steps", "1", "--offload", "none", "--memory", "300MiB")
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("tiermem train: --memory")]
+    assert len(said) == 1 and "is the smallest that works" in said[0]
+    assert not (folder / "runs").exists()
