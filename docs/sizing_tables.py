@@ -8,26 +8,27 @@ A test plans some of the rows again and compares.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tiermem.forecast import Rates
-from tiermem.tools.card import Card
-from tiermem.tools.options import TrainOptions
-from tiermem.tools.planned import Cluster, Planned, Scenario, plan_scenario
-from tiermem.tools.presets import ModelShape, llama
-from tiermem.tools.train_job import make_config
+from tiermem.tools.machine import USUAL_TBW_BYTES
+from tiermem.tools.options import PlanOptions
+from tiermem.tools.plan import scenario_of
+from tiermem.tools.planned import Planned, plan_scenario
+from tiermem.tools.speed import ASSUMED_DISK
+from tiermem.tools.words import options_of
 
 PAGE = Path(__file__).with_name("sizing.md")
 README = Path(__file__).parent.parent / "README.md"
-GIB, TB = 1 << 30, 10**12
+TB = 10**12
 SEQ, NUM_SEQUENCES = 2048, 8
 BEGIN, END = "<!-- sizing: written by docs/sizing_tables.py -->", "<!-- /sizing -->"
+Words = dict[str, str]
+"""Options of `tiermem plan` and their values; a flag has none."""
 
 
 class Machine(NamedTuple):
@@ -36,82 +37,90 @@ class Machine(NamedTuple):
     gpu: str
     memory_gib: int
     disks: int
-    """NVMe drives of 2 TB that read 7 and write 5 GB/s."""
-    flops: float
+    """NVMe drives of 2 TB."""
+    flops: str
     """Operations a second that training reaches in 16 bits."""
-    link_bytes_s: float = 25e9
-    gpu_memory_bytes_s: float = Rates.device_memory_bytes_s
+    link: str | None = None
+    """Bytes a second, each way; None: what `plan` assumes."""
+    gpu_bandwidth: str | None = None
 
     @property
     def words(self) -> str:
         disks = {0: "no NVMe", 1: "1 NVMe"}.get(self.disks, f"{self.disks} NVMe")
         return f"{self.gpu}, {self.memory_gib} GB RAM, {disks}"
 
-    def cluster(self) -> Cluster:
-        """All of the GPU, of which `plan` leaves a part to its driver and torch; 6 GiB of the host are left to the system."""
-        size = re.match(r"(\d+) GB", self.gpu)
-        host_bytes, disk_bytes = (self.memory_gib - 6) * GIB, self.disks * 2 * TB
-        if size is None:
-            return Cluster(1, 1, None, host_bytes, disk_bytes)
-        card = Card.elsewhere(int(size[1]) * GIB)
-        return Cluster(1, 1, card.total_bytes, host_bytes, disk_bytes, card.others)
+    def options(self) -> Words:
+        """The machine in the words of `tiermem plan`: all of the GPU, of which `plan` leaves a part to its driver and torch.
 
-    def rates(self) -> Rates:
-        read, write = max(1, self.disks) * 7e9, max(1, self.disks) * 5e9
-        rates = Rates(read, write, self.link_bytes_s, is_disk_duplex=True)
-        return dataclasses.replace(rates, device_memory_bytes_s=self.gpu_memory_bytes_s)
+        6 GiB of the host are left to the system."""
+        size, (read, write) = re.match(r"(\d+) GB", self.gpu), ASSUMED_DISK
+        found = {"--flops": self.flops, "--host-memory": f"{self.memory_gib - 6}GiB"}
+        found |= {"--gpu-memory": f"{size[1]}GiB"} if size is not None else {}
+        found |= {"--nvme-size": f"{2 * self.disks}TB"} if self.disks else {}
+        if self.disks > 1 or size is None:  # else it is what `plan` assumes
+            rates = f"{self.disks * read / 1e9:g},{self.disks * write / 1e9:g}"
+            found |= {"--nvme-rate": rates, "--duplex": ""}
+        more = {"--link": self.link, "--gpu-bandwidth": self.gpu_bandwidth}
+        return found | {name: value for name, value in more.items() if value is not None}
 
 
 MACHINES = (
-    Machine("no GPU (1 TFLOPS)", 32, 1, 1e12),
-    Machine("12 GB GPU", 32, 1, 50e12),
-    Machine("16 GB GPU", 64, 1, 80e12),
-    Machine("24 GB GPU", 64, 0, 150e12),
-    Machine("24 GB GPU", 64, 1, 150e12),
-    Machine("24 GB GPU", 128, 0, 150e12),
-    Machine("24 GB GPU", 128, 2, 150e12),
-    Machine("80 GB GPU", 256, 0, 400e12, 50e9, 2000e9),
-    Machine("80 GB GPU", 512, 2, 400e12, 50e9, 2000e9),
+    Machine("no GPU (1 TFLOPS)", 32, 1, "1T"),
+    Machine("12 GB GPU", 32, 1, "50T"),
+    Machine("16 GB GPU", 64, 1, "80T"),
+    Machine("24 GB GPU", 64, 0, "150T"),
+    Machine("24 GB GPU", 64, 1, "150T"),
+    Machine("24 GB GPU", 128, 0, "150T"),
+    Machine("24 GB GPU", 128, 2, "150T"),
+    Machine("80 GB GPU", 256, 0, "400T", "50GB", "2000GB"),
+    Machine("80 GB GPU", 512, 2, "400T", "50GB", "2000GB"),
 )
 
 
-def gqa(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int, key_value_heads: int) -> ModelShape:
-    """A Llama whose keys and values serve several heads."""
-    return {**llama(hidden, intermediate, layers, heads, vocabulary), "num_key_value_heads": key_value_heads}
+MODELS = ("1b", "3b", "8b", "14b", "32b", "70b")
+"""Presets: today's language models with these numbers of parameters, as a Llama has them."""
+SHOWN = MACHINES[4], "8b", "compact"
+"""The cell whose command the page shows."""
 
 
-MODELS: dict[str, ModelShape] = {
-    "1B": {**gqa(2048, 8192, 16, 32, 128256, 8), "tie_word_embeddings": True},
-    "3B": {**gqa(3072, 8192, 28, 24, 128256, 8), "tie_word_embeddings": True},
-    "8B": gqa(4096, 14336, 32, 32, 128256, 8),
-    "14B": gqa(5120, 13824, 48, 40, 152064, 8),
-    "32B": gqa(5120, 27648, 64, 40, 152064, 8),
-    "70B": gqa(8192, 28672, 80, 64, 128256, 8),
-}
-"""Shapes of today's language models with these numbers of parameters, as a Llama has them."""
+def words_of(machine: Machine, model: str, states: str, offload: str, batch: int) -> Words:
+    """One step of NUM_SEQUENCES sequences, `batch` at a time, with recomputed activations: the options of `tiermem plan`."""
+    found = {"--preset": model, "--states": states, "--offload": offload, "--precision": "bf16", **machine.options()}
+    found |= {"--seq": f"{SEQ}", "--batch": f"{batch}", "--accumulation": f"{NUM_SEQUENCES // batch}"}
+    return found | {"--overlap": "forward", "--checkpointing": ""}
 
 
-def plan(machine: Machine, model: str, states: str, offload: str, batch: int, chooses: bool) -> Planned:
-    """One step of NUM_SEQUENCES sequences, `batch` at a time, with recomputed activations."""
-    options = TrainOptions(
-        preset="151m", offload=offload, precision="bf16", states=states, batch=batch, overlap="forward"
-    )
-    config = make_config(options, [Path("/mnt/nvme0")]) | {"gradient_accumulation_steps": NUM_SEQUENCES // batch}
-    compute = Scenario(MODELS[model], config, machine.cluster(), machine.rates(), machine.flops, SEQ, True)
-    return plan_scenario(compute, chooses)
+def command_of(words: Words) -> str:
+    """The command, without what it takes by itself."""
+    usual = {"--offload": "nvme", "--seq": "2048", "--accumulation": "1", "--flops": "150T", "--states": "exact"}
+    needed = [f"{name} {value}".rstrip() for name, value in words.items() if usual.get(name) != value]
+    return " ".join(["tiermem plan", *needed])
 
 
-def best(machine: Machine, model: str, states: str) -> Planned | None:
+def plan(words: Words, chooses: bool) -> Planned:
+    """What the command plans."""
+    given: dict[str, Any] = {}
+    for field, said in options_of(PlanOptions).items():
+        text = words.get(said.name.partition("/")[0])
+        if text is not None:
+            given[field] = said.parse(text) if said.parse else int(text) if text.isdigit() else text or True
+    options = PlanOptions(**given)
+    return plan_scenario(scenario_of(options)[0].recomputing, chooses)
+
+
+def best(machine: Machine, model: str, states: str) -> tuple[Words, Planned] | None:
     """The fastest plan that fits: states on the GPU, in memory or on NVMe, as many sequences at a time as fit; None where none
     does."""
-    found: list[Planned] = []
-    is_gpu = machine.cluster().gpu_bytes is not None
+    found: list[tuple[Words, Planned]] = []
+    is_gpu = "--gpu-memory" in machine.options()
     for offload in ("none", "cpu", "nvme")[not is_gpu : 2 + bool(machine.disks)]:
         for batch in (8, 4, 2, 1):
-            if not plan(machine, model, states, offload, batch, chooses=False).problems:
-                found.append(plan(machine, model, states, offload, batch, chooses=True))
+            words = words_of(machine, model, states, offload, batch)
+            if not plan(words, chooses=False).problems:
+                found.append((words, plan(words, chooses=True)))
                 break
-    return max((each for each in found if not each.problems), key=lambda each: each.tokens_per_s, default=None)
+    fitting = [each for each in found if not each[1].problems]
+    return max(fitting, key=lambda each: each[1].tokens_per_s, default=None)
 
 
 class Cell(NamedTuple):
@@ -119,15 +128,43 @@ class Cell(NamedTuple):
 
     tokens_per_s: float
     limited_by: str
+    written_bytes_day: float
+    command: str
 
     def __str__(self) -> str:
         return f"{self.tokens_per_s:,.0f}" if self.tokens_per_s >= 10 else f"{self.tokens_per_s:.1f}"
 
+    @property
+    def full(self) -> str:
+        """With what limits it, and the TB written a day."""
+        written = f", {_tb(self.written_bytes_day)} TB a day" if self.written_bytes_day else ""
+        return f"{self} ({self.limited_by}{written})"
+
+    def wear(self, disks: int) -> str:
+        """TB written a day, and how many days drives of 600 TBW last."""
+        if not self.written_bytes_day:
+            return "none"
+        days = disks * USUAL_TBW_BYTES / self.written_bytes_day
+        return (
+            f"{_tb(self.written_bytes_day)} TB, {days:,.0f} days"
+            if days >= 10
+            else f"{_tb(self.written_bytes_day)} TB, {days:.1f} days"
+        )
+
+
+def _tb(num_bytes: float) -> str:
+    size = num_bytes / TB
+    return f"{size:,.0f}" if size >= 10 else f"{size:.1f}"
+
 
 def cell(machine: Machine, model: str, states: str) -> Cell | None:
-    """Tokens a second and what limits an iteration; None for a model that does not fit."""
-    planned = best(machine, model, states)
-    return None if planned is None else Cell(planned.tokens_per_s, planned.forecast.limited_by)
+    """Tokens a second, what limits an iteration and what is written; None for a model that does not fit."""
+    found = best(machine, model, states)
+    if found is None:
+        return None
+    words, planned = found
+    forecast = planned.forecast
+    return Cell(planned.tokens_per_s, forecast.limited_by, planned.written_bytes_day, command_of(words))
 
 
 Figures = dict[tuple[str, Machine], dict[str, Cell | None]]
@@ -153,25 +190,34 @@ def figures() -> Figures:
 
 
 def largest_table(found: Figures) -> Iterator[str]:
-    """A row for each machine: the largest model that fits, exact and with compact states, and its speed."""
-    yield "| your machine | largest model | with compact states |"
-    yield "|---|---|---|"
+    """A row for each machine: the largest model that fits, exact and with compact states, its speed, and the drives' wear."""
+    yield "| your machine | largest model | written a day, drives of 600 TBW last | with compact states | written a day |"
+    yield "|---" * 5 + "|"
     for machine in MACHINES:
         cells = []
         for states in ("exact", "compact"):
             fitting = [(model, each) for model, each in found[states, machine].items() if each is not None]
-            cells.append(f"{fitting[-1][0]}, {fitting[-1][1]} tokens/s" if fitting else "none of these")
+            model, each = fitting[-1]
+            cells += [f"{model.upper()}, {each} tokens/s", each.wear(machine.disks)]
         yield f"| {machine.words} | {' | '.join(cells)} |"
 
 
 def matrix(found: Figures, states: str) -> Iterator[str]:
     """Tokens a second of every model on every machine."""
-    yield f"| {states}: tokens/s | {' | '.join(MODELS)} |"
+    yield f"| {states}: tokens/s | {' | '.join(model.upper() for model in MODELS)} |"
     yield "|---" * (len(MODELS) + 1) + "|"
     for machine in MACHINES:
         row = found[states, machine]
-        cells = ["does not fit" if each is None else f"{each} ({each.limited_by})" for each in row.values()]
+        cells = ["does not fit" if each is None else each.full for each in row.values()]
         yield f"| {machine.words} | {' | '.join(cells)} |"
+
+
+def shown_command(found: Figures) -> str:
+    """The command of one cell, and what it prints."""
+    machine, model, states = SHOWN
+    each = found[states, machine][model]
+    assert each is not None
+    return f"    {each.command}\n\nprints {each} tokens/s: the cell of {model.upper()} in the row of {machine.words}, {states}."
 
 
 HEAD = """<!-- Written by `python docs/sizing_tables.py`. Do not edit it. -->
@@ -179,20 +225,23 @@ HEAD = """<!-- Written by `python docs/sizing_tables.py`. Do not edit it. -->
 # Will it fit, how fast
 
 `tiermem plan` answers before you own the machine: it computes the library's own plan of every byte, and plays a step on a
-simulated clock. Nothing of it is measured, and no GPU has run a model of these sizes yet, so read the speeds as what the
-arithmetic of the plan gives when nothing else is slow.
-
-    tiermem plan --preset 7b --gpu-memory 24GiB --host-memory 58GiB
+simulated clock. Nothing in these tables is measured: read the speeds as what the arithmetic of the plan gives when nothing
+else is slow. One row was measured elsewhere: 8B compact with everything on the card of an H200 trains 7,923 tokens/s
+([on a GPU](gpu.md#8b-on-an-h200)). The command of a cell stands below the last table.
 
 ## The largest model
 
 """
 MIDDLE = f"""
+- "Written a day" is what goes to the NVMe drives in a day without a pause, and how long drives that may be written 600 TB each
+  (usual for 1 TB) would last. Checkpoints that are copies come on top. `tiermem plan` says it for your plan.
 - A step is {NUM_SEQUENCES} sequences of {SEQ} tokens ({NUM_SEQUENCES * SEQ:,} tokens), full fine-tuning in bf16 with AdamW and
   clipping, activations recomputed, as many sequences at a time as fit.
 - 512 MiB and 5 % of a GPU and 6 GiB of the host's memory are left to others. A drive has 2 TB, and reads 7 and writes 5 GB/s
   at once. Training reaches 50, 80, 150 and 400 TFLOPS on the GPUs of 12, 16, 24 and 80 GB. Their memory moves 800 GB/s, 2,000
-  of the 80 GB GPU; the link 25 GB/s each way, 50 of the 80 GB GPU. The CPU's kernels move 50 GB/s of memory.
+  of the 80 GB GPU; the link 25 GB/s each way, 50 of the 80 GB GPU. The CPU's kernels move 50 GB/s of memory. A GPU's kernel
+  steps an element as fast as an H200's does, in proportion to the memory's rate. `plan` assumes the same of a machine with
+  a 24 GB GPU and one drive.
 - States on NVMe take twice their bytes, because the last checkpoint stays whole while steps write the next
   (`"durability": "none"` takes them once).
 - States are `exact` (fp32 master and moments), `compact` (the same master, moments in bf16) or `tiny` (moments in blocks of
@@ -202,10 +251,10 @@ MIDDLE = f"""
 
 ## Every model on every machine
 
-The word in brackets is what an iteration uses longest: compute, the link to the GPU, the disk, or the CPU's kernels, which
-step the states. A step goes on under the next forward, and a larger one hides more of the link and of the disk. The figures are
-of steps that are clipped. One that is not may begin under backward, where there is room for it (`--overlap`,
-[commands](commands.md#train)).
+In brackets: what an iteration uses longest (compute, the link to the GPU, the disk, or the CPU's kernels, which step the
+states), and the TB written to NVMe in a day. A step goes on under the next forward, and a larger one hides more of the link
+and of the disk. The figures are of steps that are clipped. One that is not may begin under backward, where there is room for
+it (`--overlap`, [commands](commands.md#train)).
 """
 
 
@@ -213,7 +262,7 @@ def page(found: Figures) -> str:
     """docs/sizing.md."""
     parts = [HEAD + "\n".join(largest_table(found)), MIDDLE]
     parts += ["\n".join(matrix(found, states)) + "\n" for states in ("exact", "compact", "tiny")]
-    return "\n".join(parts)
+    return "\n".join([*parts, shown_command(found), ""])
 
 
 def with_table(readme: str, lines: Sequence[str]) -> str:

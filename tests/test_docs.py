@@ -297,4 +297,22 @@ def test_sizes_are_what_plan_computes() -> None:
         assert found is not None
         table = page.partition(f"| {states}: tokens/s |")[2]
         row = next(line for line in table.splitlines() if line.startswith(f"| {machine.words} |"))
-        assert row.split("|")[1 + place].strip() == f"{found} ({found.limited_by})"
+        assert row.split("|")[1 + place].strip() == found.full
+
+
+def test_the_command_below_the_tables_prints_their_cell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from sizing_tables import MODELS, PAGE, SHOWN
+
+    from tiermem.tools.cli import main
+
+    (machine, model, states), page = SHOWN, PAGE.read_text("utf-8")
+    (command,) = re.findall(r"^    tiermem (plan .*)$", page, re.MULTILINE)
+    table = page.partition(f"| {states}: tokens/s |")[2]
+    row = next(line for line in table.splitlines() if line.startswith(f"| {machine.words} |"))
+    shown = row.split("|")[2 + MODELS.index(model)].split("(")[0].strip()
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--json", str(tmp_path / "plan.json")])
+    assert ended.value.code == 0
+    assert "TB written a day; a drive of 600 TBW would last" in " ".join(capsys.readouterr().out.split())
+    assert f"{json.loads((tmp_path / 'plan.json').read_text())['tokens_per_s']:,.0f}" == shown
+    assert f"prints {shown} tokens/s" in page

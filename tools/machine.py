@@ -180,7 +180,8 @@ def _unescaped(text: str) -> str:
 
 _PART_BYTES = 100 * 10**12  # of a drive's TBW that is spoken of when none is given
 _LEAST_TBW_BYTES = 10**9  # less is a slip: 600 MB for 600 TB
-_DAY_S = 86_400.0
+USUAL_TBW_BYTES = 600 * 10**12  # of a drive of 1 TB
+DAY_S = 86_400.0
 _DAYS_OF_YEAR = 365.25
 _MANY_DAYS = 1000
 
@@ -218,10 +219,18 @@ def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[s
     """
     paths = [Written(**each) for each in run.get("paths", [])]
     lines = endurance_lines(paths, len(run["losses"]), run.get("training_s", 0.0), tbw_bytes)
+    if copied := run.get("copied_bytes"):
+        lines.append(f"of this {_gigabytes(copied)} are copies that saves made")
     if redone := run.get("redone_bytes"):
         times = f"{run.get('steps_redone')} of {len(run['losses'])} steps were made again"
         lines.append(f"of this {_gigabytes(redone)} were written under backward and dropped: {times}")
     return lines
+
+
+def wear_a_day(num_bytes: float, tbw_bytes: int = USUAL_TBW_BYTES) -> str:
+    """A sentence on the bytes that would be written in a day."""
+    lasts = _days(tbw_bytes / num_bytes)
+    return f"NVMe: {_gigabytes(num_bytes)} written a day; a drive of {tbw_bytes / 1e12:,.6g} TBW would last {lasts}"
 
 
 def parse_tbw(text: str) -> int:
@@ -253,7 +262,7 @@ def _sentence(what: str, each: Written, num_steps: int, seconds: float, tbw_byte
     if num_steps:
         lives.append(f"{_number(tbw_bytes * num_steps / written)} steps")
     if seconds > 0:
-        lives.append(f"{_days(tbw_bytes * seconds / written / _DAY_S)} at this rate")
+        lives.append(f"{_days(tbw_bytes * seconds / written / DAY_S)} at this rate")
     return f"{said}; a drive of {tbw_bytes / 1e12:,.6g} TBW lasts {', '.join(lives)}"
 
 

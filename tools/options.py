@@ -56,7 +56,7 @@ _LEAST_MEMORY_BYTES = 32 << 20
 _LEAST_STEPPED, _LEAST_ADAM = 4096, 1024  # parameters
 _PAGE_BYTES = 4096
 
-MADE_OF = ("offload", "precision", "states", "batch")
+MADE_OF = ("offload", "precision", "states", "batch", "overlap")
 """The options that `plan` makes a config of, where none is given."""
 _OF_A_MACHINE = memory_of(1 << 20)
 RECOMPUTE = "--checkpointing/--no-checkpointing"
@@ -70,7 +70,7 @@ ENGINE = OneOf(*ENGINES)
 class TrainOptions(Options):
     """Train a model under a memory cap, with its states on any tier."""
 
-    preset: str | None = option(None, "151m, 419m, 1.3b, 3b or 7b: a Llama of that size")
+    preset: str | None = option(None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size")
     config: Path | None = option(None, "a Hugging Face config.json")
     model: Path | None = option(None, "a local checkpoint: config.json and safetensors")
     data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
@@ -159,7 +159,7 @@ class PlanOptions(Options):
     MADE_BY = "tiermem plan"
 
     config: Path | None = option(None, "a DeepSpeed-style JSON config [default: made of the options]")
-    preset: str | None = option(None, "151m, 419m, 1.3b, 3b or 7b: a Llama of that size")
+    preset: str | None = option(None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size")
     model: Path | None = option(None, "a Hugging Face config.json, or the folder it lies in")
     shows_paper: bool = option(
         False, "show the ZeRO-Infinity paper's table and the estimators of a model (7b), and plan nothing", "--paper"
@@ -170,6 +170,8 @@ class PlanOptions(Options):
         None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=OneOf(*STATES)
     )
     batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
+    accumulation: int | None = option(None, "micro-batches of a step [default: 1]", check=POSITIVE)
+    overlap: str | None = option(None, "as in `train` [default: auto]", check=OneOf(*OVERLAPS))
     ranks: int = option(1, "ranks (GPUs) on each node", check=POSITIVE)
     nodes: int = option(1, "nodes", check=POSITIVE)
     gpu_bytes: int | None = size(
@@ -227,7 +229,7 @@ class PlanOptions(Options):
             said = "both are given" if self.preset else "none is given"
             instead = {"--model": ""} if self.preset else {"--preset": "--preset 7b"}
             raise Mistake(f"a model is named by exactly one of --preset and --model; {said}", instead)
-        decided = {f"--{name}": "" for name in MADE_OF if getattr(self, name) is not None}
+        decided = {f"--{name}": "" for name in (*MADE_OF, "accumulation") if getattr(self, name) is not None}
         if self.config is not None and decided:
             raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
         if self.nvme_rate is not None and self.rates is not None:
@@ -374,7 +376,7 @@ class OverlapBenchOptions(Options):
     paths: Sequence[Path] = option(
         ..., "folders on the NVMe disks: all states are dealt over them", "--path", check=folders
     )
-    preset: str = option("419m", "151m, 419m, 1.3b, 3b or 7b: a Llama of that size")
+    preset: str = option("419m", "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size")
     config: Path | None = option(None, "a Hugging Face config.json, instead of a preset")
     data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
     seq: int = option(128, "tokens of a sequence", check=POSITIVE)

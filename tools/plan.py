@@ -24,6 +24,7 @@ from tiermem.forecast.forecast import PHASES
 from tiermem.policy import Tier
 from tiermem.swap.accelerator import find_device
 from tiermem.tools.card import Card, plan_open, say_placement
+from tiermem.tools.machine import wear_a_day
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.planned import PLACES, Cluster, Overlapped, Planned, Scenario, overlaps_of, plan_scenario
@@ -53,13 +54,25 @@ def plan(options: PlanOptions, console: Console) -> int:
         shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
         print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
+    options = dataclasses.replace(
+        options, is_checkpointing=recomputes_blocks(options.is_checkpointing, _config(options))
+    )
+    with console.status("measuring this machine"):
+        scenario, sources = scenario_of(options)
+    planned = plan_open(scenario, options.is_checkpointing)
+    advice, overlaps = advise(planned), overlaps_of(planned)
+    print_plan(planned, advice, overlaps, sources, console)
+    options.save_json(plan_figures(planned, advice, overlaps, sources))
+    return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
+
+
+def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
+    """What the options describe, and a line on each rate. Measures what is of this machine and not given: blocks for that."""
     shape, config = _shape(options), _config(options)
-    options = dataclasses.replace(options, is_checkpointing=recomputes_blocks(options.is_checkpointing, config))
     if options.flops is None and options.gpu_bytes is None:  # measured here, in the dtype that is best here
         config, _ = settle_compute(config, shape)
     card = Card.here(find_device()) if options.gpu_bytes is None else Card.elsewhere(options.gpu_bytes)
-    with console.status("measuring this machine"):
-        rates, compute, sources = speed_of(options, shape, config, card is not None)
+    rates, compute, sources = speed_of(options, shape, config, card is not None)
     cluster = Cluster(
         options.nodes,
         options.ranks,
@@ -68,12 +81,7 @@ def plan(options: PlanOptions, console: Console) -> int:
         options.nvme_bytes,
         () if card is None else card.others,
     )
-    scenario = Scenario(shape, config, cluster, rates, compute, options.seq)
-    planned = plan_open(scenario, options.is_checkpointing)
-    advice, overlaps = advise(planned), overlaps_of(planned)
-    print_plan(planned, advice, overlaps, sources, console)
-    options.save_json(plan_figures(planned, advice, overlaps, sources))
-    return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
+    return Scenario(shape, config, cluster, rates, compute, options.seq), sources
 
 
 def _shape(options: PlanOptions) -> ModelShape:
@@ -85,7 +93,8 @@ def _config(options: PlanOptions) -> Config:
     """The config given, or one made of the options as `train` makes it; the disk of a GPU's machine is not one of this."""
     if options.config is None:
         folder = Path() if options.gpu_bytes is None else _DISK_THERE
-        return make_config(TrainOptions(**{name: getattr(options, name) for name in MADE_OF}), [folder])
+        config = make_config(TrainOptions(**{name: getattr(options, name) for name in MADE_OF}), [folder])
+        return config | {"gradient_accumulation_steps": options.accumulation or 1}
     config = read_config(options.config, [], 1)
     if "model_type" in config:
         instead = {"--config": f"--model {options.config}", "--preset": ""}
@@ -127,6 +136,8 @@ def print_plan(
         console.print(f"  {planned.choice}")
     for sentence in _said(planned):
         console.print(f"  {sentence}")
+    if planned.written_bytes_day:
+        console.print(f"  {wear_a_day(planned.written_bytes_day)}")
     _print_verdict(planned, advice, console)
 
 
@@ -157,6 +168,7 @@ def plan_figures(
         "is_checkpointing": planned.activations.is_checkpointing,
         "pinned_bytes": planned.pinned_bytes,
         "sources": list(sources),
+        "nvme_written_bytes_a_day": planned.written_bytes_day,
         "frozen_disk_bytes": planned.plan.frozen_disk_bytes,
         "fits": not planned.problems,
         "problems": [problem._asdict() for problem in planned.problems],

@@ -27,6 +27,7 @@ from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
 from tiermem.tools.launcher import Job, compute_of
+from tiermem.tools.machine import DAY_S
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import Mistake, format_bytes
 from tiermem.zero.budget import make_plan
@@ -418,6 +419,12 @@ class Planned:
         """Of the whole cluster."""
         tokens = self.batch.micro * self.scenario.seq * self.batch.accumulation * self.scenario.cluster.num_ranks
         return tokens / self.forecast.total_s if self.forecast.total_s else 0.0
+
+    @property
+    def written_bytes_day(self) -> float:
+        """Bytes that a node writes to its disks in a day of steps."""
+        written = self.forecast.edge_bytes("HOST -> NVME") * self.scenario.cluster.ranks_per_node
+        return DAY_S * written / self.forecast.total_s if self.forecast.total_s else 0.0
 
     @property
     def pinned_bytes(self) -> int:

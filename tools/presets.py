@@ -1,7 +1,8 @@
 """Presets: shapes of Llama-family models, as the dictionaries of a Hugging Face config.json.
 
     151m, 419m   the shapes of this project's measurements (419m: 24 layers of 1024, vocabulary 8192)
-    1.3b         24 layers of 2048          3b   OpenLLaMA-3B          7b   Llama-2-7B
+    1.3b         24 layers of 2048          7b   Llama-2-7B
+    1b, 3b, 8b, 14b, 32b, 70b   today's models of these sizes, as a Llama has them: those of docs/sizing.md
 
 They are plain dictionaries, so that reading them does not import transformers.
 """
@@ -17,8 +18,10 @@ from tiermem.tools.words import Mistake, closest, read_json
 ModelShape = dict[str, Any]
 
 
-def llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int) -> ModelShape:
-    """The shape of a Llama whose heads each have keys and values of their own, without the key/value cache."""
+def llama(
+    hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int, key_value_heads: int | None = None
+) -> ModelShape:
+    """The shape of a Llama, without the key/value cache; key_value_heads: None: each head has keys and values of its own."""
     return {
         "model_type": "llama",
         "vocab_size": vocabulary,
@@ -26,7 +29,7 @@ def llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: i
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        "num_key_value_heads": key_value_heads or heads,
         "use_cache": False,
     }
 
@@ -46,8 +49,13 @@ PRESETS: dict[str, ModelShape] = {
     "151m": llama(1024, 4096, 8, 16, 8192),
     "419m": llama(1024, 4096, 24, 16, 8192),
     "1.3b": llama(2048, 5504, 24, 16, 32000),
-    "3b": llama(3200, 8640, 26, 32, 32000),
     "7b": llama(4096, 11008, 32, 32, 32000),
+    "1b": {**llama(2048, 8192, 16, 32, 128256, 8), "tie_word_embeddings": True},
+    "3b": {**llama(3072, 8192, 28, 24, 128256, 8), "tie_word_embeddings": True},
+    "8b": llama(4096, 14336, 32, 32, 128256, 8),
+    "14b": llama(5120, 13824, 48, 40, 152064, 8),
+    "32b": llama(5120, 27648, 64, 40, 152064, 8),
+    "70b": llama(8192, 28672, 80, 64, 128256, 8),
 }
 
 

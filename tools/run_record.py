@@ -375,7 +375,7 @@ class RunRecord(Observer):
             **{key: [step[key] for step in self.steps] for key in ("forward_s", "backward_s", "step_s")},
             "iteration_s": [(step["end_ns"] - step["start_ns"]) * 1e-9 for step in self.steps if "end_ns" in step],
             "limits_s": limits,
-            **{key: done.get(key) for key in ("steps_early", "steps_redone", "redone_bytes")},
+            **{key: done.get(key) for key in ("steps_early", "steps_redone", "redone_bytes", "copied_bytes")},
             "limited_by": max(limits, key=lambda name: limits[name]) if limits else None,
             "grad_norms": [step.get("grad_norm") for step in self.steps],
             "tokens_per_s": self.tokens_per_s(),

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from tiermem.config import load_config, resolve_auto
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.swap.accelerator import find_device
 from tiermem.tools.bench.files import measure_disks
-from tiermem.tools.bench.gpu_link import measure_link, measure_memory, step_passes
+from tiermem.tools.bench.gpu_link import kernel_passes, measure_link, measure_memory, step_passes
 from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.launcher import compute_of
 from tiermem.tools.machine import available_bytes
@@ -34,7 +35,7 @@ from tiermem.tools.seen import pace_of
 from tiermem.tools.train_job import micro_batch_of, nvme_folders, precision_of
 
 _PROBE_S = 1.0
-_ASSUMED_DISK = (3.0e9, 2.0e9)  # bytes a second, read and write: a plain NVMe drive
+ASSUMED_DISK = (7.0e9, 5.0e9)  # bytes a second, read and write, both at once: an NVMe drive of PCIe 4.0
 _ASSUMED_LINK = 25e9  # bytes a second each way: PCIe 4.0 with 16 lanes
 _ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16 bits
 
@@ -51,7 +52,7 @@ def speed_of(
         rates,
         link_bytes_s=link_bytes_s,
         device_memory_bytes_s=memory_bytes_s,
-        step_passes=step_passes(find_device()) if is_gpu and options.gpu_bytes is None else None,
+        step_passes=_step_passes(options, config) if is_gpu else None,
         network_bytes_s=options.network_bytes_s,
         near_bytes_s=options.near_bytes_s,
     )
@@ -93,6 +94,12 @@ def speed_of(
         sources.append(f"between memory and GPU: {link_bytes_s / 1e9:.3g} GB/s each way, {link_source}")
         sources.append(f"memory of the GPU: {memory_bytes_s / 1e9:.0f} GB/s, {memory_source}")
     return rates, compute, sources
+
+
+def _step_passes(options: PlanOptions, config: Mapping[str, Any]) -> float | None:
+    """Those of this machine's card; of a card that is not here, those of the Triton kernel."""
+    states = resolve_auto(load_config(config), 1).policy().precision
+    return step_passes(find_device(), states) if options.gpu_bytes is None else kernel_passes(states)
 
 
 def parse_rates(text: str) -> tuple[float, float]:
@@ -189,11 +196,11 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates,
         source = f"disk: {read / 1e9:.1f} GB/s read, {write / 1e9:.1f} written, {where}"
         source += f"; {measured.sustained}" if measured.sustained else ""
     else:
-        read, write = _ASSUMED_DISK
-        how = "assumed: give --nvme-rate, or --rates from `tune`"
+        read, write = ASSUMED_DISK
+        how = "both at once, assumed: give --nvme-rate, or --rates from `tune`"
         source = f"disk: {read / 1e9:g} GB/s read, {write / 1e9:g} written, {how}"
     source = source if nvme_folders(config) else "disk: not used"
-    return Rates(read, write, is_disk_duplex=options.is_duplex), source
+    return Rates(read, write, is_disk_duplex=options.is_duplex or not folders), source
 
 
 def _folders_here(config: Mapping[str, Any]) -> list[Path]:

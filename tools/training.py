@@ -294,8 +294,9 @@ class Trainer:
                 with self._timed(engine, seconds, "step", step):
                     engine.step()
             mean = float(torch.stack(losses).float().mean()) if len(losses) > 1 else float(losses[0])
-            told = of_every_rank((mean, self._stop.is_asked))  # ranks stop together
-            mean, is_stopped = sum(each for each, _ in told) / len(told), any(is_asked for _, is_asked in told)
+            told: list[tuple[float, bool]] = of_every_rank((mean, self._stop.is_asked))  # ranks stop together
+            mean = sum(each[0] for each in told) / len(told)
+            is_stopped = any(each[1] for each in told)
             seen = meter.look()
             waits = dict(itertools.islice(seen.waits_s.items(), 5))
             figures = {**seen.as_logged(), "limits_s": seen.limits_s, "waits": waits}
@@ -357,18 +358,25 @@ class Trainer:
         moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
         host_peak_bytes = engine.shards.store.stats().host_peak_bytes
         since_made, on_device = written_by_path(engine.shards.store), device_fields(engine.device)
-        paths = [(path, total - written.get(path, 0), total) for path, total in since_made.items()]
-        paths = [path for of_rank in of_every_rank(paths) for path in of_rank]
+        written_here = {path: total - written.get(path, 0) for path, total in since_made.items()}
+        if (copied := self._beside.written_bytes) > 0:
+            is_copy = not self._job.nvme_paths or engine.shards.policy.durability == "none"
+            place = str(self._job.save_dir) if is_copy else self._job.nvme_paths[0]
+            for counts in (written_here, since_made):
+                counts[place] = counts.get(place, 0) + copied
+        of_ranks = of_every_rank((written_here, since_made))
+        paths = [
+            [path, sum(new.get(path, 0) for new, _ in of_ranks), sum(total.get(path, 0) for _, total in of_ranks)]
+            for path in since_made
+        ]
         engine.close()
         self._channel.send(
             "done",
             **{f"nvme_{key}": each for key, each in moved._asdict().items()},
             **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
-            paths=[
-                [path, *(sum(each[i] for each in paths if each[0] == path) for i in (1, 2))]
-                for path in dict.fromkeys(path for path, *_ in paths)
-            ],
+            paths=paths,
             host_peak_bytes=host_peak_bytes,
+            copied_bytes=copied,
             steps_early=engine.shards.steps.num_early,
             steps_redone=engine.shards.steps.num_redone,
             redone_bytes=engine.shards.program.dropped_bytes,

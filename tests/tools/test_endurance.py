@@ -84,8 +84,10 @@ def test_what_steps_that_were_made_again_wrote_is_said_apart() -> None:
         "paths": [{"path": "/a", "written_bytes": 4 * GB, "since_made_bytes": None}],
         "steps_redone": 1,
         "redone_bytes": GB,
+        "copied_bytes": 2 * GB,
     }
-    written, again = lines_of_run(run, 100 * TB)
+    written, copied, again = lines_of_run(run, 100 * TB)
+    assert copied == "of this 2.00 GB are copies that saves made"
     assert written.startswith("written to /a: 4.00 GB in this run")
     assert again == "of this 1.00 GB were written under backward and dropped: 1 of 3 steps were made again"
 

@@ -28,8 +28,13 @@ def on_meta(shape: dict[str, Any]) -> torch.nn.Module:
         ("151m", 151_012_352),
         ("419m", 419_480_576),
         ("1.3b", 1_345_423_360),
-        ("3b", 3_426_473_600),
         ("7b", 6_738_415_616),
+        ("1b", 1_235_814_400),
+        ("3b", 3_212_749_824),
+        ("8b", 8_030_261_248),
+        ("14b", 14_765_947_904),
+        ("32b", 32_759_790_592),
+        ("70b", 70_553_706_496),
     ],
 )
 def test_parameter_counts(name: str, num_params: int) -> None:
@@ -45,7 +50,7 @@ def test_units_of_the_budget_are_those_of_the_model(name: str) -> None:
 
 
 def test_a_preset_that_is_not_there_names_those_that_are() -> None:
-    with pytest.raises(ValueError, match=r"151m, 419m, 1\.3b, 3b, 7b"):
+    with pytest.raises(ValueError, match=r"151m, 419m, 1\.3b, 7b, 1b, 3b, 8b, 14b, 32b, 70b"):
         preset("420m")
 
 

@@ -18,7 +18,8 @@ from tiermem.tools.presets import preset
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 4, "vocab_size": 300}
-TRAIN = "-m tiermem.tools.cli train --config tiny.json --data text.txt --seq 32 --precision fp32 --memory 1GiB".split()
+TRAIN = ["-m", "tiermem.tools.cli", "train", "--config", "tiny.json", "--data", "text.txt", "--seq", "32"]
+TRAIN += ["--precision", "fp32", "--memory", "1GiB"]
 
 
 def train(folder: Path, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
