@@ -20,7 +20,7 @@ from tiermem.swap.accelerator import facts_of, find_device, free_and_total, is_a
 from tiermem.swap.direct import open_unnamed, preallocate, probe_path
 from tiermem.swap.durable import closing
 from tiermem.swap.native import choose_isa
-from tiermem.tools.bench.files import BLOCK_BYTES, DEPTH, measure_disk
+from tiermem.tools.bench.files import BLOCK_BYTES, DEPTH, measure_disk, memory_backed, why_unmeasured
 from tiermem.tools.machine import cpu_model, memory_bytes, num_cores, read_word, try_engines
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import CheckOptions
@@ -76,6 +76,7 @@ def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
 # left or changed.
 
 _TRIED_CAP_BYTES = 256 << 20
+_FILE_BYTES, _LEAST_FILE_BYTES = 1 << 30, 64 << 20
 _USEFUL_MEMLOCK_BYTES = 64 << 20
 
 
@@ -104,8 +105,12 @@ def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> in
 
 def find_path(path: Path) -> Iterator[Finding]:
     """The folder's file system, room, direct I/O and alignment. Raises OSError for a folder that is not usable."""
-    facts = probe_path(path)
-    yield Finding("path", f"{path.resolve()} ({facts.file_system}), {format_bytes(facts.free_bytes)} free")
+    facts, kind = probe_path(path), memory_backed(path)
+    where = f", in memory ({kind})" if kind else ""
+    advice = "name a folder on a disk: what rests here takes memory" if kind else ""
+    yield Finding(
+        "path", f"{path.resolve()} ({facts.file_system}){where}, {format_bytes(facts.free_bytes)} free", advice
+    )
     if not facts.is_direct:
         yield Finding(
             "direct I/O", "refused: reads and writes would go through the page cache", "use ext4, xfs or btrfs"
@@ -176,8 +181,12 @@ def find_gpu() -> Iterator[Finding]:
 
 def find_rate(path: Path, seconds: float) -> Finding:
     """The disk's rates through the queue."""
-    rate = measure_disk(path, seconds, file_bytes=1 << 30)
-    how = f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of 1 GiB"
+    free_bytes = probe_path(path).free_bytes
+    file_bytes = min(_FILE_BYTES, max(_LEAST_FILE_BYTES, free_bytes // 2 // BLOCK_BYTES * BLOCK_BYTES))
+    if (why := why_unmeasured([path], file_bytes)) is not None:
+        return Finding("disk", f"not measured: {why}")
+    rate = measure_disk(path, seconds, file_bytes)
+    how = f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of {format_bytes(file_bytes)}"
     how += "" if rate.is_direct else ", through the page cache"
     figures = f"read {rate.read_bytes_s / 1e9:.2f} GB/s, write {rate.write_bytes_s / 1e9:.2f} GB/s"
     return Finding("disk", f"{path.resolve()}: {figures} ({how})")

@@ -480,6 +480,8 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured 
     `disk` holds the measured rates of the paths' disks in bytes per second; None: nothing rests there.
     """
     folders = [Path(path) for path in job.nvme_paths]
+    if folders and disk is None:
+        return "the disk was not measured"
     try:
         copy = copy_bytes(job.shape, job.precision, bool(folders), job.compute)
         if room_bytes is not None and copy > room_bytes:

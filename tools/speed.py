@@ -16,7 +16,7 @@ import torch
 from tiermem.config import load_config, resolve_auto
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.swap.accelerator import find_device
-from tiermem.tools.bench.files import measure_disks
+from tiermem.tools.bench.files import measure_disks, why_unmeasured
 from tiermem.tools.bench.gpu_link import kernel_passes, measure_link, measure_memory, step_passes
 from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.launcher import compute_of
@@ -188,7 +188,8 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates,
         raise ValueError(
             "--sustained measures the folders that states rest in, and not all of them are on this machine"
         )
-    if folders:
+    why = why_unmeasured(folders)
+    if folders and why is None:
         share = options.sustained
         measured = measure_disks(folders, _PROBE_S) if share is None else measure_sustained_disks(folders, share)
         read, write = measured.read_bytes_s, measured.write_bytes_s
@@ -198,9 +199,10 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates,
     else:
         read, write = ASSUMED_DISK
         how = "both at once, assumed: give --nvme-rate, or --rates from `tune`"
+        how += f" ({why})" if why else ""
         source = f"disk: {read / 1e9:g} GB/s read, {write / 1e9:g} written, {how}"
     source = source if nvme_folders(config) else "disk: not used"
-    return Rates(read, write, is_disk_duplex=options.is_duplex or not folders), source
+    return Rates(read, write, is_disk_duplex=options.is_duplex or not folders or why is not None), source
 
 
 def _folders_here(config: Mapping[str, Any]) -> list[Path]:

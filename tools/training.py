@@ -31,7 +31,7 @@ from tiermem.swap import durable
 from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
 from tiermem.swap.queue import Meter
 from tiermem.swap.store import TensorStore
-from tiermem.tools.bench.files import measure_disks
+from tiermem.tools.bench.files import measure_disks, why_unmeasured
 from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.card import NO_OTHER_WAY, Card, Chosen, Room, choose_config, recomputes, settle_by_cap
@@ -219,6 +219,9 @@ class Trainer:
             return None
         self._channel.phase("measuring the disk")
         folders = [Path(path) for path in self._job.nvme_paths]
+        if (why := why_unmeasured(folders)) is not None:
+            self._warn(f"the disk is not measured, so nothing is predicted: {why}")
+            return None
         if self._job.sustained is not None:
             return measure_sustained_disks(folders, self._job.sustained)._asdict()
         return measure_disks(folders, _CEILING_S)._asdict()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.swap.direct import open_unnamed, preallocate
+from tiermem.swap.direct import file_system_of, open_unnamed, preallocate
 from tiermem.swap.native import IoSettings
 from tiermem.swap.passes import Passes
 from tiermem.tools.machine import available_bytes
@@ -114,6 +114,7 @@ def check_memory(num_bytes: int, needed: str, advice: str) -> None:
 
 BLOCK_BYTES = 1 << 20
 DEPTH = 32
+DISK_FILE_BYTES = 256 << 20
 
 
 class DiskRate(NamedTuple):
@@ -128,7 +129,24 @@ class DiskRate(NamedTuple):
     """What was written to get past the disk's fast cache, and what came of it; None: it was not asked for."""
 
 
-def measure_disk(folder: Path, seconds: float, file_bytes: int = 256 << 20) -> DiskRate:
+def why_unmeasured(folders: Sequence[Path], file_bytes: int = DISK_FILE_BYTES) -> str | None:
+    """Why the disks of some folders cannot be measured with a file of so many bytes in each; None: they can."""
+    for folder in folders:
+        if (kind := memory_backed(folder)) is not None:
+            return f"{folder} lies in memory ({kind}), where what rests takes memory: name a folder on a disk"
+        stats = os.statvfs(folder)
+        if (free := stats.f_bavail * stats.f_frsize) < file_bytes:
+            return f"{folder} has {format_bytes(free)} free, and a file of {format_bytes(file_bytes)} is needed"
+    return None
+
+
+def memory_backed(folder: Path) -> str | None:
+    """The type of a file system that keeps its files in memory; None for any other."""
+    kind = file_system_of(folder)
+    return kind if kind in ("tmpfs", "ramfs") else None
+
+
+def measure_disk(folder: Path, seconds: float, file_bytes: int = DISK_FILE_BYTES) -> DiskRate:
     """Reads and writes `file_bytes` in `folder` again and again for about `seconds`. Blocks; raises OSError."""
     io = IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)
     with BenchFiles([folder], 1, file_bytes) as files, Passes(files.descriptor(0), file_bytes, io) as passes:
@@ -138,7 +156,7 @@ def measure_disk(folder: Path, seconds: float, file_bytes: int = 256 << 20) -> D
         return DiskRate(read, write, passes.queue.engine, passes.queue.why, files.is_direct([0]))
 
 
-def measure_disks(folders: Sequence[Path], seconds: float, file_bytes: int = 256 << 20) -> DiskRate:
+def measure_disks(folders: Sequence[Path], seconds: float, file_bytes: int = DISK_FILE_BYTES) -> DiskRate:
     """The rates of several folders together: the sum of one folder of each file system, measured one after the other.
 
     Two folders of one file system share its disk, so that the second adds nothing. What file systems share below (a disk, a
