@@ -128,7 +128,7 @@ clean:
 .venv/.installed: pyproject.toml constraints.txt $(NATIVE) .venv/.torch
 	@native/system_packages.sh $(CURDIR)/.venv/bin/python
 	@echo "building the native code; installing tiermem and what its tests, plots and models need"
-	@$(PIP) install -c constraints.txt -e ".[test,plots,hf]"
+	@$(PIP) install -c constraints.txt -e ".[plots,hf]" $$($(BIN)/python .ci/extra.py test)
 	@touch $@
 
 # Coverage-guided fuzzing. There are wheels for Python 3.11 to 3.13 on x86-64; elsewhere its tests are skipped.

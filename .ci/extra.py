@@ -1,4 +1,4 @@
-"""Prints the requirements of one extra of pyproject.toml, so that tools install without the package (and torch)."""
+"""Prints the requirements of one extra or group of pyproject.toml, so that tools install without the package (and torch)."""
 
 import re
 import sys

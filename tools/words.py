@@ -325,7 +325,7 @@ class Options:
             if said.check is not None and value is not None:
                 said.check(said.name, value)
         if getattr(self, "plot_file", None) is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'tiermem[plots]'")
+            raise ValueError("--plot needs matplotlib: pip install matplotlib")
         if self.MADE_BY:
             outputs = [getattr(self, name, None) for name in ("json_file", "csv_file", "plot_file")]
             check_outputs(outputs, self.MADE_BY)

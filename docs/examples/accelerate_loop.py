@@ -2,7 +2,7 @@
 
 `prepare` takes the place of `accelerator.prepare`. The rest of the loop, and `save_state` and `load_state`, stay.
 
-    pip install "tiermem[hf]"
+    pip install transformers accelerate         beside tiermem (install.md)
     python accelerate_loop.py
 """
 

@@ -2,7 +2,7 @@
 
 One argument of the Trainer changes. The LightningModule, its optimizer and its schedule stay.
 
-    pip install "tiermem[lightning]"
+    pip install lightning         beside tiermem (install.md)
     python lightning_strategy.py
 """
 

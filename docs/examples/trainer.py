@@ -3,7 +3,7 @@
 One import changes. With `tiermem="auto"`, the default, the states go to the fastest places that fit the free memory. Here a
 policy sends all of them to NVMe. The model is a tiny Llama with random weights, so that nothing is downloaded.
 
-    pip install "tiermem[hf]"
+    pip install transformers accelerate         beside tiermem (install.md)
     python trainer.py
 """
 
