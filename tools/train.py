@@ -62,7 +62,7 @@ def train(options: TrainOptions, console: Console) -> int:
     if options.resume == Path(LIST_OF_STEPS):
         return list_steps(options.runs, console)
     if options.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-        said = '--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard'
+        said = "--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard"
         raise Mistake(said, {"--tensorboard": ""})
     resumed = find_resumed(options.resume) if options.resume is not None else None
     if resumed is not None:

@@ -84,3 +84,18 @@ def test_check_on_a_small_disk_says_what_was_not_measured(
     assert f"not measured: {small} has" in said
     assert "and a file of 64.0 MiB is needed" in said
     assert "products" in said
+
+
+def test_bench_io_leaves_out_a_disk_without_room_and_measures_the_others(
+    mount: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large, out = mount("ext4", 8 << 20), tmp_path / "large", tmp_path / "io.json"
+    large.mkdir()
+    words = ["bench", "io", "--size", "16MiB", "--block", "1MiB", "--depth", "1", "--mode", "read", "--loops", "1"]
+    paths = ["--path", str(small), "--path", str(large)]
+    said = said_by([*words, *paths, "--json", str(out)], capsys, monkeypatch)
+    assert f"not measured: {small} has" in said
+    assert [each["path"] for each in json.loads(out.read_text())["machine"]["paths"]] == [str(large)]

@@ -53,7 +53,7 @@ def test_a_missing_package_is_named_before_anything_is_made(
         main(["train", "--preset", "151m", "--tensorboard", "board"])
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert 'pip install tensorboard' in said and said.count("\n") == 1
+    assert "pip install tensorboard" in said and said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -231,7 +231,7 @@ _WINDOW_PART = 3
 def draw_report(report: Mapping[str, Any], file: Path) -> str | None:
     """Draws the picture of a report; returns why there is none, or None. Raises OSError."""
     if importlib.util.find_spec("matplotlib") is None:
-        return 'matplotlib is not installed (pip install matplotlib); --show draws it from the JSON elsewhere'
+        return "matplotlib is not installed (pip install matplotlib); --show draws it from the JSON elsewhere"
     panels: list[tuple[float, Callable[[Axes], None]]] = []
     if report.get("copies"):
         panels.append((3.0, lambda ax: _draw_copies(ax, report["copies"])))

@@ -22,6 +22,7 @@ Whatever is wrong with the options is said before anything is measured; however 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import shutil
 import time
@@ -33,7 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tiermem.swap.direct import MEMORY_FILE_SYSTEMS, file_system_of
 from tiermem.tools.bench import io_report
-from tiermem.tools.bench.files import BenchFiles, check_memory, check_room
+from tiermem.tools.bench.files import BenchFiles, check_memory, check_room, memory_backed, why_unmeasured
 from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
 from tiermem.tools.bench.witnesses import FioWitness, Witness, bare_witness, peer_witness
 from tiermem.tools.machine import caption, machine_facts, try_engines
@@ -45,6 +46,7 @@ EXIT_FAILED = 1
 
 def bench_io(options: IoBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
+    options = _without_small_disks(options, console)
     settings = settings_of(options)
     largest = max(settings, key=_buffer_bytes)
     said = f"{format_bytes(_buffer_bytes(largest))} of buffers are needed for {largest.describe()}"
@@ -63,6 +65,20 @@ def bench_io(options: IoBenchOptions, console: Console) -> int:
     if options.plot_file is not None:
         io_report.draw_heatmap(rows, caption(facts), options.plot_file, options.MADE_BY)
     return 0 if best else EXIT_FAILED
+
+
+def _without_small_disks(options: IoBenchOptions, console: Console) -> IoBenchOptions:
+    """The options without the folders that have no room, each named, where another has; folders in memory are named too."""
+    file_bytes, large = sum(size for _, size in _room(options)), []
+    for path in options.paths:
+        if (kind := memory_backed(path)) is not None:
+            console.print(f"{path} lies in memory ({kind}): its figures are not a disk's")
+            large.append(path)
+        elif (why := why_unmeasured([path], file_bytes)) is None:
+            large.append(path)
+        elif len(options.paths) > 1:
+            console.print(f"not measured: {why}")
+    return dataclasses.replace(options, paths=large) if large else options
 
 
 def measure(
