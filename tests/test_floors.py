@@ -30,9 +30,9 @@ tiermem.swap: tier ranges errors durable parts native tile_program accelerator n
     places store tile_plan run_read program stream
 tiermem.config: keys base io optimizer precision zero translate root load
 tiermem.zero: registry heartbeat failures topology joining collectives compute quantised leaf gradient_state unit
-    state_layout gather packed reduce plan budget pools estimate agreement absent backward_marks step_run unit_memory unit_state values
-    prefetcher gradient_link resting_tensor gradient_store gradient_norms gradients activations chain hooks layerwise
-    init_params settle unfreeze shards access tiled kv_cache chunked_loss init partition_parameters
+    state_layout gather packed reduce plan budget pools estimate agreement absent backward_marks step_run unit_memory
+    unit_state values prefetcher gradient_link resting_tensor gradient_store gradient_norms gradients activations chain
+    hooks layerwise init_params settle unfreeze shards access tiled kv_cache chunked_loss init partition_parameters
 tiermem.optim: rules tile tile_stream tile_work tile_step tiles tentative local written ordinary shown resting sharded
     base classes
 tiermem.checkpoint: format together saving opening interchange survey zero_to_fp32

@@ -23,6 +23,7 @@ LLAMA = SMALL | {"intermediate_size": 64, "num_key_value_heads": 4}
 EXPERTS = LLAMA | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 GROUPS = EXPERTS | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+RWKV = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
 
@@ -46,7 +47,7 @@ CASES = {
     ),
     "t5": Case("T5ForConditionalGeneration", "T5Config", T5, torch.float16, 4),
     "umt5": Case("UMT5ForConditionalGeneration", "UMT5Config", T5, torch.float16, 4),
-    "rwkv": Case("RwkvForCausalLM", "RwkvConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, torch.float16, 4),
+    "rwkv": Case("RwkvForCausalLM", "RwkvConfig", RWKV, torch.float16, 4),
     "llama, norms in fp32 in its files": Case("LlamaForCausalLM", "LlamaConfig", LLAMA, torch.bfloat16, 0),
     "llama, no dtype in its config": Case("LlamaForCausalLM", "LlamaConfig", LLAMA, torch.bfloat16, 0),
 }  # fmt: skip

@@ -94,6 +94,12 @@ def scale_together(model: nn.Module) -> None:
         torch._foreach_mul_(list(model.parameters()), 0.5)
 
 
+def scale_data(model: nn.Module) -> None:
+    """Torch counts no version."""
+    for param in model.parameters():
+        param.data.mul_(0.5)
+
+
 def put_other_memory(model: nn.Module) -> None:
     for param in model.parameters():
         param.data = param.data.clone() * 0.5
@@ -115,7 +121,7 @@ def write_gathered(model: nn.Module) -> None:
 
 
 def perturb_and_restore(model: nn.Module) -> None:
-    """As FGM and SAM do it."""
+    """As published code of FGM and SAM does it."""
     old = {param: param.data.clone() for param in model.parameters()}
     with torch.no_grad():
         for param in model.parameters():
@@ -138,7 +144,7 @@ def swap_and_put_back(model: nn.Module) -> None:
 WAYS: dict[str, Callable[[nn.Module], None]] = {
     way.__name__: way
     for way in (
-        zero_a_row, zero_all, clamp, clamp_in_inference_mode, scale_together, put_other_memory, put_a_vector, load,
+        zero_a_row, zero_all, clamp, clamp_in_inference_mode, scale_together, scale_data, put_other_memory, put_a_vector, load,
         write_gathered, perturb_and_restore, swap_and_put_back,
     )
 }  # fmt: skip
@@ -281,7 +287,7 @@ class WritesInForward(nn.Module):
                 else:
                     self.shift.copy_(shift)
                 self.is_set.fill_(True)
-            self.book.renorm_(2, 0, 1.0)
+            self.book.data.renorm_(2, 0, 1.0)
         return (x - self.shift) @ self.book
 
 

@@ -303,8 +303,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes model.safetensors, one parameter in memory at a time, and the files that the Trainer writes beside it.
 
-        With adapters (PEFT) it writes what peft asks for: all adapters, and resized embeddings. Collective; blocks; raises OSError on every rank when rank 0
-        cannot write the weights.
+        With adapters (PEFT) it writes what peft asks for: all adapters, and resized embeddings. Collective; blocks; raises
+        OSError on every rank when rank 0 cannot write the weights.
         """
         if self._shards is None:
             super().save_model(output_dir, _internal_call)

@@ -183,6 +183,14 @@ class OwnerWithSteps(Protocol):
 
 
 @runtime_checkable
+class OwnerWithWrites(Protocol):
+    """Takes over what the user writes to parameters in memory. Shards is one."""
+
+    def note_data(self, param: nn.Parameter) -> None:
+        """Notes that the user has taken `data` of a parameter, and may write it."""
+
+
+@runtime_checkable
 class OwnerInInit(Protocol):
     """Keeps the parameters of a model that is not sharded yet, and takes more of them. ParametersInInit is one."""
 
@@ -254,15 +262,19 @@ class RestingParameter(nn.Parameter):
 
 
 class PresentParameter(nn.Parameter):
-    """A parameter of a sharded model that is in memory all the time. Torch's calls on it cost nothing extra.
+    """A parameter of a sharded model while it is in memory. Torch's calls on it cost nothing extra.
 
     `p.data = x` raises RuntimeError at once for another dtype, shape or device: `model.half()` does that. What x holds is taken
-    over before the next step or save (`Shards.take_writes`); forward uses x until then.
+    over when the module ends, or before the next step or save (`Shards.take_writes`); forward uses x until then.
+    Who takes `p.data` may write it, and torch keeps no trace: the values are compared with their masters at that time.
     """
 
     @property
     def data(self) -> torch.Tensor:
         """The values, as a tensor without a graph."""
+        owner = registry.owner_of(self)
+        if isinstance(owner, OwnerWithWrites):
+            owner.note_data(self)
         values: torch.Tensor = _DATA.__get__(self)
         return values
 
@@ -272,9 +284,19 @@ class PresentParameter(nn.Parameter):
             check_like(values, self)
         _DATA.__set__(self, values)
 
+    def __repr__(self) -> str:
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
 
 _DATA: Any = torch._C.TensorBase.data
 """torch's own attribute."""
+set_data: Callable[[nn.Parameter, torch.Tensor], None] = _DATA.__set__
+"""Gives a parameter other memory, whatever its class, without the checks of `PresentParameter`."""
 
 
 def check_like(given: torch.Tensor, shown: torch.Tensor) -> None:
@@ -453,17 +475,17 @@ def rest(params: Iterable[nn.Parameter]) -> None:
 
 
 def wake(params: Iterable[nn.Parameter]) -> None:
-    """Makes resting parameters, and those that are always present, ordinary ones: their unit has users, or ends."""
+    """Makes resting parameters present ones: their unit has users, or always will."""
+    for param in params:
+        if type(param) is RestingParameter or type(param) is nn.Parameter:
+            param.__class__ = PresentParameter
+
+
+def part_with(params: Iterable[nn.Parameter]) -> None:
+    """Makes parameters ordinary ones for good."""
     for param in params:
         if type(param) is RestingParameter or type(param) is PresentParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
-
-
-def watch(params: Iterable[nn.Parameter]) -> None:
-    """Makes plain parameters ones that are always present."""
-    for param in params:
-        if type(param) is nn.Parameter or type(param) is RestingParameter:
-            param.__class__ = PresentParameter
 
 
 def refuse(param: nn.Parameter, sentences: str) -> NoReturn:

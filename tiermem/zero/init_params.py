@@ -272,7 +272,7 @@ class ParametersInInit:
         OSError.
         """
         kept = self._kept.pop(param)
-        absent.wake([param])
+        absent.part_with([param])
         if put is not None and kept.part is not None:
             put(0, kept.part)
         elif put is not None:
@@ -309,7 +309,7 @@ class ParametersInInit:
         """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
         kept, shown = self._kept[param], param.dtype
         self._write_back(param)  # keeps changes made while it was awake
-        absent.wake([param])
+        absent.part_with([param])
         param.data = self._get(kept).to(param.device, shown, copy=True).view(kept.shape)  # its changes may be dropped
         mark((param,), ZeroParamStatus.AVAILABLE)
 

@@ -303,6 +303,12 @@ class Shards:
             if live.written():
                 self._take_writes_of(live)
 
+    def note_data(self, param: nn.Parameter) -> None:
+        """Notes that the user has taken `data` of a parameter that is present, and may write it."""
+        found = self._by_param.get(id(param))
+        if found is not None:
+            found[0].note_data(param)
+
     def _take_writes_of(self, live: LiveUnit) -> None:
         """Takes over what the user has written to a unit that is present, and drops reads ahead of the old values."""
         self._is_taking = True

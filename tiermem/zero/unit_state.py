@@ -112,7 +112,10 @@ class LiveUnit:
         self._before: dict[int, torch.Tensor] = {}  # by parameter: weights before the user writes them (`remember`)
         self._seen: list[tuple[int, int]] = []  # of each parameter, when it was shown: address and version
         self._take_writes: Callable[[LiveUnit], None] = lambda live: None
-        absent.watch(self._params if unit.is_resident else ())
+        self._data_taken: set[int] = (
+            set()
+        )  # parameters whose `data` the user has taken since their values were compared
+        absent.wake(self._params if unit.is_resident else ())
         self._point()
         self.take_up()  # not before the parameters have moved to the device, which resets their gradients' dtype
 
@@ -378,20 +381,26 @@ class LiveUnit:
         self._num_references = self.memory.num_references() - self._num_shown
 
     def written(self) -> list[int]:
-        """The numbers of the parameters that were written since they were shown, or that show other memory.
+        """The numbers of the parameters that were written since they were shown, that show other memory, or may be written.
 
-        Raises RuntimeError for a parameter whose memory was replaced by one of another dtype, shape or device. Writes through
-        `.data` and NumPy leave no trace.
+        The last are those whose `data` was taken. Writes through NumPy, and through a `data` that was taken before the last
+        comparison, leave no trace. Raises RuntimeError for a parameter whose memory was replaced by one of another dtype, shape
+        or device.
         """
         if not self._is_shown or len(self._seen) != len(self._params):
             return []
         found = []
         with torch._C.DisableTorchFunctionSubclass():
             for index, (param, seen) in enumerate(zip(self._params, self._seen, strict=True)):
-                if index not in self._out and (param.data_ptr(), param._version) != seen:
+                is_changed = (param.data_ptr(), param._version) != seen
+                if (is_changed or index in self._data_taken) and index not in self._out:
                     absent.check_like(param, self.memory.views[index])
                     found.append(index)
         return found
+
+    def note_data(self, param: nn.Parameter) -> None:
+        """Notes that the user has taken a parameter's `data`, and may write it."""
+        self._data_taken.update(index for index, each in enumerate(self._params) if each is param)
 
     def remember(self, index: int) -> None:
         """Keeps a copy of a parameter's present values until `forget`, so that each element that is written next is known.
@@ -419,6 +428,7 @@ class LiveUnit:
         """What was written to the unit until now is not taken over: the call that wrote it raised."""
         if self.num_users == 1:
             self._see()
+            self._data_taken.clear()
 
     def show_again(self, index: int) -> None:
         """Notes that a parameter's values have been taken over; the parameter shows the unit's memory again, with them.
@@ -432,6 +442,7 @@ class LiveUnit:
                 view.copy_(param.detach())
                 _point([param], [view])
             self._seen[index] = param.data_ptr(), param._version
+        self._data_taken.discard(index)
 
     def _check_alone(self) -> None:
         """Raises RuntimeError if the user holds a view of the unit's memory, which is about to change."""
@@ -477,7 +488,7 @@ class LiveUnit:
 
     def part_with(self) -> None:
         """Makes the unit's parameters ordinary ones for good."""
-        absent.wake(self._params)
+        absent.part_with(self._params)
         self._changing = []
 
     def leave_to_parent(self) -> None:
@@ -620,7 +631,7 @@ def _start_nothing() -> None:
 def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> None:
     with torch._C.DisableTorchFunctionSubclass():  # a resting parameter would ask its owner (absent.py)
         for param, tensor in zip(params, tensors, strict=True):
-            param.data = tensor
+            absent.set_data(param, tensor)
 
 
 def reset_all(units: Sequence[LiveUnit]) -> None:
