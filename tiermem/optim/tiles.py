@@ -226,6 +226,10 @@ class StateTiles:
         `name` is MASTER, which every parameter has, or one of its moments. Takes twice the memory of that part.
         """
         self._shards.take_writes()
+        return self.read(shard, name)
+
+    def read(self, shard: Shard, name: str) -> torch.Tensor:
+        """`state`, without taking over what the user has written."""
         pieces = [self.piece(tile, elements, name) for tile, elements in self._pieces.get(shard, ())]
         return torch.cat(pieces) if pieces else torch.empty(0)
 

@@ -284,7 +284,7 @@ class PresentParameter(nn.Parameter):
             check_like(values, self)
         _DATA.__set__(self, values)
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -395,6 +395,8 @@ def _call_lent(func: Any, lent: Sequence[nn.Parameter], *args: Any, **kwargs: An
 
     if any(isinstance(each, RestingView) for each in _flat([*args, *kwargs.values()])):
         args, kwargs = tree_map_only(RestingView, make, (args, kwargs))
+    if func is torch.Tensor.__repr__ and isinstance(args[0], nn.Parameter):  # it would name our class
+        args = (nn.Parameter(args[0].detach(), args[0].requires_grad),)
     watched = [*lent, *made] if lent else []
     before = [each._version for each in watched]
     output = func(*args, **kwargs)

@@ -23,7 +23,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,7 @@ class States(Protocol):
     def take_up(self, units: Sequence[Unit]) -> None:
         """Takes room for the states of units that have become trainable. Raises OSError."""
 
-    def state(self, shard: Shard, name: str) -> torch.Tensor:
+    def read(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one state of a parameter: flat, fp32, without padding. Blocks."""
 
     def put(self, shard: Shard, name: str, values: torch.Tensor) -> None:
@@ -130,7 +130,6 @@ class Shards:
         self._attached: list[Attached] = []
         self.is_held = False  # weights may not change: all units are present (access.py), or show averages
         self._residents: list[LiveUnit] = []  # units that are always present
-        self._is_taking = False  # what the user has written is being taken over
         self.topology: Topology = arrange(
             everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
         )
@@ -297,8 +296,6 @@ class Shards:
         Each rank takes its own part of what its own parameters show. Not collective; blocks; raises OSError, and RuntimeError
         as `LiveUnit.written` and `check_may_change` do.
         """
-        if self._is_taking:
-            return
         for live in self._residents:
             if live.written():
                 self._take_writes_of(live)
@@ -311,20 +308,21 @@ class Shards:
 
     def _take_writes_of(self, live: LiveUnit) -> None:
         """Takes over what the user has written to a unit that is present, and drops reads ahead of the old values."""
-        self._is_taking = True
-        try:
-            self.drop_head_start(is_collective=False)
-            live.outdate()
-            for index in live.written():
-                shard = live.unit.shards[index]
-                with torch._C.DisableTorchFunctionSubclass():
-                    shown = shard.param.detach()
-                self._take_over(live, shard, shown)
-                live.show_again(index)
-                if live.is_home(shown) and self._is_split(live):
-                    live.remember(index)  # this program writes weights
-        finally:
-            self._is_taking = False
+        if self.is_held:
+            self._refuse_held()
+        if self.topology.world == 1:
+            self.steps.commit()
+        self.steps.finish()
+        self.program.drop()
+        live.outdate()
+        for index in live.written():
+            shard = live.unit.shards[index]
+            with torch._C.DisableTorchFunctionSubclass():
+                shown = shard.param.detach()
+            self._take_over(live, shard, shown)
+            live.show_again(index)
+            if live.is_home(shown) and self._is_split(live):
+                live.remember(index)  # this program writes weights
 
     def _take_over(self, live: LiveUnit, shard: Shard, value: torch.Tensor, is_master: bool = False) -> None:
         """Stores this rank's part of a whole weight where it rests. Elements that change become masters; others keep theirs.
@@ -345,7 +343,7 @@ class Shards:
             if not is_there:
                 self.values.put_elements(live, part.start, mine.to(unit.dtype))
             return
-        master = self.values.read_part(initial, torch.float32, part) if states is None else states.state(shard, MASTER)
+        master = self.values.read_part(initial, torch.float32, part) if states is None else states.read(shard, MASTER)
         before = live.before(unit.shards.index(shard))
         if before is not None:
             weight = self.values.mine(shard, before).cpu()
@@ -385,9 +383,12 @@ class Shards:
             self.steps.commit()
         self._check_untorn(is_step)
         if self.is_held:
-            raise RuntimeError(
-                "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: leave its block first"
-            )
+            self._refuse_held()
+
+    def _refuse_held(self) -> NoReturn:
+        raise RuntimeError(
+            "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: leave its block first"
+        )
 
     def check_whole(self) -> None:
         """Finishes the step under way, then raises RuntimeError when the model's states are of two different steps.

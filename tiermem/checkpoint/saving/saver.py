@@ -204,7 +204,8 @@ def save(
         save_latest: whether `<save_dir>/latest` names this tag afterwards.
         exclude_frozen_parameters: leaves out parameters that do not require gradients.
         copy: makes a complete copy in `<save_dir>/<tag>/`, as the policy's `copies` does for every save; the module says when a
-            save is always a copy. States on NVMe are copied by a thread while training goes on, if steps have a slot to write to; `wait` waits for the copy.
+            save is always a copy. States on NVMe are copied by a thread while training goes on, if steps
+            have a slot to write to; `wait` waits for the copy.
         client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; `load` returns it.
         scheduler, loss_scaler, loader: their `state_dict()` is saved; an object without one is left out.
         beside: all of these and more in one value; replaces the arguments above.
