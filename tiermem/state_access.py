@@ -276,6 +276,7 @@ def _states_of(place: _Place, key: str | None = None) -> StateTiles:
     if key is not None and key not in tiles.names(place.shard):
         kept = ", ".join(tiles.names(place.shard)) or "none"
         raise ValueError(f"{name} has no optimizer state {key!r}; those it has: {kept}")
+    tiles.on_look()
     return tiles
 
 

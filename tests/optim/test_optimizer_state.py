@@ -15,7 +15,7 @@ from twins import assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier, checkpoint
-from tiermem.utils import safe_get_full_fp32_param
+from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 PLACES = ["beside", "HOST alone", "NVMe alone", "HOST", "NVMe", "NVMe, under backward"]
 Change = Callable[[Any], object]
@@ -204,6 +204,17 @@ def test_a_state_cleared_right_after_a_checkpoint_was_opened_is_cleared(tmp_path
         optim.state.clear()
         train_steps(model, optim, [3])
         assert {int(entry["step"]) for entry in optim.state.values()} == {1}
+
+
+def test_a_getter_sees_what_was_cleared() -> None:
+    model = seeded(zoo.Tower)
+    with tiermem.shard(model, OffloadPolicy(persistence_numel=50)):
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        train_steps(model, optim, range(2))
+        for param in model.parameters():
+            assert torch.equal(optim.state[param]["exp_avg"].clone(), safe_get_full_optimizer_state(param, "exp_avg"))
+        optim.state.clear()
+        assert not any(safe_get_full_optimizer_state(param, "exp_avg").any() for param in model.parameters())
 
 
 def test_a_state_of_another_shape_is_refused(make: Callable[..., Run]) -> None:

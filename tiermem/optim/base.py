@@ -263,13 +263,15 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def follow_state(self) -> None:
         """Takes over what the user has made of `state` (shown.py). Blocks; raises ValueError for another shape, OSError."""
-        for each in self._at_rest():
-            self._shown.follow(self.state, *each)
+        with torch._C.DisableTorchFunctionSubclass():  # looking resting parameters up takes less time so
+            for each in self._at_rest():
+                self._shown.follow(self.state, *each)
 
     def show_state(self) -> None:
         """Makes `state` show states that rest elsewhere as they are."""
-        for each in self._at_rest():
-            self._shown.show(self.state, *each)
+        with torch._C.DisableTorchFunctionSubclass():
+            for each in self._at_rest():
+                self._shown.show(self.state, *each)
 
     def _at_rest(self) -> Iterator[tuple[nn.Parameter, StateHome, Rule]]:
         """The parameters whose states rest elsewhere."""
@@ -438,6 +440,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                     "states are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
                 )
             self._sharded[owner] = ShardedModel(owner, self._find_rule)
+            self._sharded[owner].tiles.on_look = self.follow_state
         self._rest([(name, param) for name, param in self.named_ordinary() if param.requires_grad])
 
     def _note_groups(self) -> None:

@@ -83,6 +83,7 @@ class StateTiles:
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
         self._seconds: dict[LiveUnit, SecondCopy] = {}  # of units in memory; `attempt` changes them
         self._kept: Kept = {}
+        self.on_look: Callable[[], None] = lambda: None  # called before states are shown to a caller
         self.take_up([live.unit for live in shards.units if live.unit.is_trainable])
 
     def take_up(self, units: Sequence[Unit]) -> None:
