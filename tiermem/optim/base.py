@@ -27,6 +27,7 @@ from tiermem.zero import registry
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import fair_cores, fair_threads
+from tiermem.zero.unit import Shard
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
 #
@@ -273,15 +274,15 @@ class NativeOptimizer(torch.optim.Optimizer):
             for each in self._at_rest():
                 self._shown.show(self.state, *each)
 
-    def _at_rest(self) -> Iterator[tuple[nn.Parameter, StateHome, Rule]]:
+    def _at_rest(self) -> Iterator[tuple[Shard, StateHome, Rule]]:
         """The parameters whose states rest elsewhere."""
         for shards, model in self._sharded.items():
             for live, shard in shards.parameters():
                 if live.unit.is_trainable and (found := self._find_rule(shard.param)) is not None:
-                    yield shard.param, model, found[1]
+                    yield shard, model, found[1]
         for states in self._resting:
             for param, rule in self._rules(states.shards).items():
-                yield param, states, rule
+                yield states.shards[param], states, rule
 
     def close(self) -> None:
         """Frees the states of sharded models, and those that rest where a policy says; `step` then raises RuntimeError.

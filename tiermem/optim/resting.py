@@ -214,10 +214,6 @@ class RestingStates:
         self._run(given, act, overwrites=True)
         self._is_torn = stays_torn
 
-    def shard_of(self, param: nn.Parameter) -> Shard:
-        """The place of a parameter."""
-        return self.shards[param]
-
     def read_state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of a moment, fp32. Blocks; raises OSError."""
         self._check_whole()

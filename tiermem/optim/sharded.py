@@ -146,10 +146,6 @@ class ShardedModel:
         shard.set_steps(num_steps, has_moments, MASTER in given)
         self._shards.steps.half_loaded.discard(shard)
 
-    def shard_of(self, param: nn.Parameter) -> Shard:
-        """The place of a parameter."""
-        return self._shards.find(param)[1]
-
     def read_state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold parts."""
         if self._shards.topology.num_shards > 1:

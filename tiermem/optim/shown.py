@@ -27,9 +27,6 @@ from tiermem.zero.unit import Shard
 class StateHome(Protocol):
     """Where states rest."""
 
-    def shard_of(self, param: nn.Parameter) -> Shard:
-        """The place of a parameter."""
-
     def read_state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold parts."""
 
@@ -92,9 +89,9 @@ class ShownStates:
         self._shown: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         self._steps: dict[nn.Parameter, int] = {}  # shown
 
-    def show(self, state: MutableMapping[Any, Any], param: nn.Parameter, home: StateHome, rule: Rule) -> None:
+    def show(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Makes `state` show a parameter's states as they are; nothing of one that has none."""
-        shard = home.shard_of(param)
+        param = shard.param
         if not (shard.num_steps or shard.has_moments):
             state.pop(param, None)
             self._shown.pop(param, None)
@@ -107,16 +104,16 @@ class ShownStates:
         self._steps[param] = shard.num_steps
         state.setdefault(param, {}).update(shown)
 
-    def follow(self, state: MutableMapping[Any, Any], param: nn.Parameter, home: StateHome, rule: Rule) -> None:
+    def follow(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Takes over what the user has made of a parameter's entry. Blocks; raises ValueError for another shape, OSError."""
+        param = shard.param
         entry, shown = state.get(param) or {}, self._shown.get(param, {})
         is_as_shown = all(entry.get(name) is value for name, value in shown.items())
         if is_as_shown and (int(shown[STEP]) == self._steps[param] if shown else not entry):
             return
-        shard = home.shard_of(param)
         for name in rule.moments:
             if entry and shown and entry.get(name) is shown.get(name):
                 continue
             home.write_state(shard, name, value_of(entry, name, param, shard.name) if entry else None)
         shard.set_steps(num_steps_of(entry, rule), bool(entry), False)
-        self.show(state, param, home, rule)
+        self.show(state, shard, home, rule)
