@@ -24,7 +24,8 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 HARMLESS = {
     *("close", "destroy"),  # they do nothing in a child
-    *("no_sync", "scale", "set_gradient_accumulation_boundary", "set_train_batch_size", "is_compiled", "micro_steps"),
+    *("no_sync", "scale", "set_gradient_accumulation_boundary", "is_compiled", "micro_steps"),
+    *("set_train_batch_size", "set_train_micro_batch_size"),
     *("coalesce_grad_reduction", "is_gradient_accumulation_boundary", "compile"),
     *("empty_partition_cache", "offload_states", "reload_states"),  # nothing is gathered in a child
     *("apply", "save_fp16_model", "save_16bit_model"),  # tried below: "writes" and "module_state_dict" do the same

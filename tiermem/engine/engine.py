@@ -131,7 +131,7 @@ class Autocast(NamedTuple):
 
         It turns torch's weight cache off, which would keep a copy of every weight.
         """
-        is_callers = torch.is_autocast_enabled(self.device)
+        is_callers = torch.amp.is_autocast_available(self.device) and torch.is_autocast_enabled(self.device)
         if is_callers and torch.get_autocast_dtype(self.device) != self.dtype:
             said = "without autocast" if self.dtype is None else f"in {self.dtype}"
             warnings.warn(
