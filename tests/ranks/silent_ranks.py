@@ -1,4 +1,4 @@
-"""Run once by test_silent_ranks.py: worlds in which a rank is killed, stopped or exits, on gloo and on simulated devices.
+"""Run once by test_silent_ranks.py: worlds in which a rank is killed, stopped, exits or turns, on gloo and simulated devices.
 
 silent_ranks.py OUT WORLD ...     writes OUT/found.json: {world: {rank: [class, seconds, words] of what it raised}}
 
@@ -19,6 +19,7 @@ import torch
 import zoo
 from accelerator import build, device
 from forks import forked, free_port
+from torch import nn
 from torch.nn import functional as F
 from twins import batch, seeded
 
@@ -32,24 +33,35 @@ if build.missing_for_build() is None:
     torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
 
 
-def go(folder: Path, how: str) -> None:
-    """Ends or stops this rank, and notes when."""
+class Straying(zoo.Tower):
+    """Uses the layers in the order that it is told."""
+
+    way = (0, 1, 2)
+
+    def used_layers(self) -> list[nn.Module]:
+        return [self.layers[number] for number in self.way]
+
+
+def go(folder: Path, how: str, model: Straying) -> None:
+    """Ends or stops this rank or has it go another way, and notes when."""
+    model.way = (0, 2, 1)
     (folder / "gone.part").write_text(str(time.time()))
     (folder / "gone.part").rename(folder / "gone")
     if how == "exits":
         os._exit(0)
-    os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    if how != "turns":
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
 
 def train(folder: Path, where: str, how: str, phase: str) -> None:
     """Trains for ever; a rank with a `how` goes in a phase of the last step."""
-    model = seeded(zoo.Tower)
+    model = seeded(Straying)
     policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, timeout_s=TIMEOUT_S, persistence_numel=50)
     step = 0
 
     def go_in(here: str) -> None:
         if how and step == _LAST and phase == here:
-            go(folder, how)
+            go(folder, how, model)
 
     with tiermem.shard(model, policy, device=where) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -59,6 +71,7 @@ def train(folder: Path, where: str, how: str, phase: str) -> None:
         )
         optim.register_step_pre_hook(lambda *_: go_in("step"))
         while True:
+            go_in("batch")
             tokens, targets = (each.to(shards.device) for each in batch(step))
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             loss.backward()

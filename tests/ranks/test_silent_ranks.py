@@ -24,15 +24,20 @@ MANY = [
 ]
 
 
-def assert_survivors_name(names: list[str], out: Path) -> None:
+def found_in(names: list[str], out: Path) -> dict[str, dict[str, tuple[str, float, str]]]:
+    """By world and rank: the class, seconds and words of what a rank raised."""
     if WHY_SKIPPED is not None:
         names = [name for name in names if name.startswith("gloo")]
     done = fork_server.run([str(SCRIPT), str(out), *names], 120, OMP_NUM_THREADS="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    for name, said in json.loads((out / "found.json").read_text()).items():
+    return json.loads((out / "found.json").read_text())
+
+
+def assert_survivors_name(names: list[str], out: Path) -> None:
+    for name, said in found_in(names, out).items():
         assert len(said) == int(name.split()[3]) - 1
         for kind, took_s, words in said.values():
-            assert kind == "RankLost", f"{name}: {kind} {words}\n{(done.stdout + done.stderr)[-3000:]}"
+            assert kind == "RankLost", f"{name}: {kind} {words}"
             assert f"rank {name.split()[1]} (process " in words and "is gone" in words, f"{name}: {words}"
             assert "its last call was" in words, f"{name}: {words}"
             assert took_s < 1.5 * TIMEOUT_S, f"{name}: {took_s} s"
@@ -40,6 +45,14 @@ def assert_survivors_name(names: list[str], out: Path) -> None:
 
 def test_survivors_name_a_rank_that_is_gone(tmp_path: Path) -> None:
     assert_survivors_name(FEW, tmp_path)
+
+
+@pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
+def test_ranks_on_devices_whose_collectives_differ_in_order_are_told_where(tmp_path: Path) -> None:
+    (said,) = found_in(["simccl, 1 of 2 turns in batch"], tmp_path).values()
+    for kind, took_s, words in said.values():
+        assert kind == "RanksDiffer" and "ranks have gone different ways: number" in words
+        assert took_s < 1.5 * TIMEOUT_S
 
 
 @pytest.mark.slow

@@ -354,22 +354,32 @@ class Watch:
         return _difference({rank: calls for rank, calls in sorted(sequences.items()) if calls})
 
     def _run(self) -> None:
-        look_s = min(_LOOK_S, self._interval_s)
+        look_s, last, since_last = min(_LOOK_S, self._interval_s), -1, 0.0
+        patience_s = min(_PATIENCE_S, self._most_silent_s / 2)
         while not self._is_closed.wait(look_s):
             self._meet_beats()
-            since = self._waits_since
-            is_long = since > 0 and time.monotonic() - since > min(_PATIENCE_S, self._most_silent_s / 2)
-            if self._is_ended or self._is_lost() or (is_long and (self.difference() is not None or self._lost())):
+            now, since, number = time.monotonic(), self._waits_since, max(self._traffic.newest(), default=0)
+            if number != last:
+                last, since_last = number, now
+            is_long = since > 0 and now - since > patience_s
+            is_idle = (
+                bool(self._backends) and now - since_last > patience_s
+            )  # may wait for the accelerator, which waits
+            differs = (is_long or is_idle) and self.difference() is not None
+            if self._is_ended or differs or self._is_lost() or (is_long and self._lost()):
                 self._is_ended = True
                 self.end_waits()  # again at the next look, if one goes on
 
     def _is_lost(self) -> bool:
         """Whether a rank is gone, as far as it can be seen without the store."""
+        if not (self._waits_since > 0 or self._backends):
+            return False
         dead = {rank for rank in self._others if rank in self._known and _has_died(*self._known[rank])}
         if self._beat is not None:
+            dead -= self._beat.ended
             self._beat.tell_dead(dead)
             dead |= (self._beat.dead & set(self._others)) | self._silent()
-        return bool(dead) and (self._waits_since > 0 or bool(self._backends))
+        return bool(dead)
 
     def _meet_beats(self) -> None:
         """Learns where the other ranks hear, as they post it."""

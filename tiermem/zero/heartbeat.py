@@ -61,6 +61,11 @@ class Heartbeat:
         """Ranks whose processes some rank on their host has found dead."""
         return set(self._dead)
 
+    @property
+    def ended(self) -> set[int]:
+        """Ranks that have ended in order."""
+        return set(self._ended)
+
     def start(self) -> None:
         """Starts the thread. Does not block."""
         self._thread.start()
