@@ -1,4 +1,4 @@
-"""Run by test_ranks.py on each rank: training on simulated devices and CPUs. Words: a backend, a mutant or none, schedules."""
+"""Run by test_ranks.py on each rank: training on devices and CPUs. Words: a backend; a mutant, none or on four; schedules."""
 
 from __future__ import annotations
 
@@ -160,9 +160,9 @@ def main() -> None:
                 expected = at_once
             for schedule in schedules:
                 sim.set_schedule(schedule)
-                with applied(ON_RANKS[mutant]) if mutant != "none" else contextlib.nullcontext():
+                with applied(ON_RANKS[mutant]) if mutant in ON_RANKS else contextlib.nullcontext():
                     found[f"{name}; {schedule}"] = apart(train(own, policy, rank, by_init), expected)
-                if mutant != "none" and is_seen(found):
+                if mutant in ON_RANKS and is_seen(found):
                     break
         torch.save(found, out)
 
@@ -176,6 +176,8 @@ def is_seen(found: dict[str, float]) -> bool:
 
 def cases_of(backend: str, mutant: str, world: int) -> list[str]:
     """On four ranks every stage, and those that need so many."""
+    if mutant == "on four":
+        return sorted(ON_FOUR)
     if mutant != "none":
         return [ON_RANKS[mutant].home or "stage 3, host"]
     if "cpu" not in backend:

@@ -31,13 +31,21 @@ def test_two_ranks_train_whose_group_takes_tensors_of_devices_alone(tmp_path: Pa
         assert {name: apart for name, apart in found.items() if apart} == {}
 
 
-@pytest.mark.slow
-def test_four_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
-    for found in launch(HERE / "parity_on_ranks.py", 4, tmp_path, BOTH, "none", "late", "random:2"):
+def beside_cpus_and_itself(folder: Path, cases: str, *schedules: str) -> None:
+    for found in launch(HERE / "parity_on_ranks.py", 4, folder, BOTH, cases, *schedules):
         beside = {name: apart for name, apart in found.items() if name.endswith("beside CPUs")}
         assert beside
         assert {name: apart for name, apart in beside.items() if not apart < 1e-4} == {}
         assert {name: apart for name, apart in found.items() if apart and name not in beside} == {}
+
+
+def test_groups_within_four_ranks_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
+    beside_cpus_and_itself(tmp_path, "on four", "late", "random:3")
+
+
+@pytest.mark.slow
+def test_four_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
+    beside_cpus_and_itself(tmp_path, "none", "late", "random:2")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 silent_ranks.py OUT WORLD ...     writes OUT/found.json: {world: {rank: [class, seconds, words] of what it raised}}
 
 A world is a text: "simccl, 0 of 2 stopped in forward".
+
+silent_ranks.py OUT               one rank, which writes OUT/at-RANK when it trains, and OUT/RANK.json
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import zoo
 from accelerator import build, device
 from forks import forked, free_port
@@ -80,15 +83,21 @@ def train(folder: Path, where: str, how: str, phase: str) -> None:
             loss.item()
             if step == _LAST - 1:
                 time.sleep(1.5)  # every rank has been heard
+                (folder / f"at-{dist.get_rank()}").touch()
             step += 1
 
 
 def be_a_rank(folder: Path, backend: str, world: int, port: int, how: str, phase: str, rank: int) -> None:
-    torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    train_and_say(folder, "cpu" if backend == "gloo" else f"sim:{rank % 2}", how, phase, rank)
+
+
+def train_and_say(folder: Path, where: str, how: str, phase: str, rank: int) -> None:
+    """Trains until something is raised, and writes that."""
+    torch.set_num_threads(1)
     try:
-        train(folder, "cpu" if backend == "gloo" else f"sim:{rank % 2}", how, phase)
+        train(folder, where, how, phase)
     except RuntimeError as error:
         (folder / f"{rank}.part").write_text(json.dumps([type(error).__name__, time.time(), str(error)]))
         (folder / f"{rank}.part").rename(folder / f"{rank}.json")
@@ -127,6 +136,8 @@ def end(folder: Path, name: str, pids: list[int]) -> dict[int, list[object]]:
 
 if __name__ == "__main__":
     out, names = Path(sys.argv[1]), sys.argv[2:]
+    if not names:
+        train_and_say(out, "cpu", "", "", int(os.environ["RANK"]))
     started = {name: start(out / str(number), name) for number, name in enumerate(names)}
     found = {name: end(out / str(number), name, pids) for number, (name, pids) in enumerate(started.items())}
     (out / "found.json").write_text(json.dumps(found))

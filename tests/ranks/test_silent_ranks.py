@@ -5,10 +5,16 @@ Rank 0 keeps the store; when it is stopped, the store does not answer.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import fork_server
+import hosts
 import pytest
 from accelerator.fixture import WHY_SKIPPED
 
@@ -59,3 +65,31 @@ def test_ranks_on_devices_whose_collectives_differ_in_order_are_told_where(tmp_p
 @pytest.mark.parametrize("first", range(0, len(MANY), 3))
 def test_survivors_name_a_rank_that_is_gone_in_any_phase(first: int, tmp_path: Path) -> None:
     assert_survivors_name(MANY[first : first + 3], tmp_path)
+
+
+@pytest.mark.slow
+def test_hosts_whose_cable_is_cut_name_each_other(tmp_path: Path) -> None:
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "12007", "GLOO_SOCKET_IFNAME": "cable"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), str(SCRIPT.parent)])}
+    with hosts.two_hosts() as enter, contextlib.ExitStack() as stack:
+        for rank, command in enumerate(enter):
+            words = [*command, sys.executable, str(SCRIPT), str(tmp_path)]
+            stack.callback(subprocess.Popen(words, env={**environment, "RANK": str(rank)}).kill)
+        _await([tmp_path / f"at-{rank}" for rank in (0, 1)], 90.0)
+        since = time.time()
+        subprocess.run([*enter[1], "ip", "link", "set", "cable", "down"], check=True)
+        _await([tmp_path / f"{rank}.json" for rank in (0, 1)], 30.0)
+    for rank in (0, 1):
+        kind, at, words = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert kind == "RankLost" and f"rank {1 - rank} (process " in words and "is gone" in words
+        assert at - since < 1.5 * TIMEOUT_S
+
+
+def _await(paths: list[Path], most_s: float) -> None:
+    deadline = time.monotonic() + most_s
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, paths
+        time.sleep(0.02)
