@@ -193,7 +193,7 @@ class Watch:
         self._board.post(f"rank/{self._me}", (socket.gethostname(), os.getpid(), _start_of(os.getpid())))
         self._known: dict[int, tuple[str, int, str]] = {}  # host, process and start of ranks, while the store lives
         self._groups: list[dist.ProcessGroup] = []  # those of gloo
-        self._backends: list[Any] = []  # of accelerators, in all groups
+        self._backends: list[Any] = []  # other than gloo's, in all groups
         self._key = ""  # prefix of the posted sequences; empty until the watch is started
         self._waits_since = 0.0  # 0: this rank does not wait
         self._num_posted = -1
@@ -208,9 +208,8 @@ class Watch:
         number = _STARTED[group] = _STARTED.get(group, 0) + 1
         self._key = f"watch/{'-'.join(map(str, self._ranks))}/{number}"
         self._groups = [each for each in groups if "cpu:gloo" in dist.get_backend_config(each)]
-        self._backends = [
-            each._get_backend(device) for each in groups for device in each._device_types if device.type != "cpu"
-        ]
+        backends = [each._get_backend(device) for each in groups for device in each._device_types]
+        self._backends = [backend for backend in backends if backend.name() != "gloo"]
         with contextlib.suppress(OSError):
             self._beat = Heartbeat(self._me, self._interval_s, self._newest_call)
             self._board.post(f"{self._key}/{self._me}/beat", self._beat.address)
