@@ -79,6 +79,7 @@ MACHINES = (
 
 MODELS = ("1b", "3b", "8b", "14b", "32b", "70b")
 """Presets: today's language models with these numbers of parameters, as a Llama has them."""
+STATES = ("exact", "compact")
 SHOWN = MACHINES[4], "8b", "compact"
 """The cell whose command the page shows."""
 
@@ -181,7 +182,7 @@ def row(states: str, machine: Machine) -> dict[str, Cell | None]:
 
 def figures() -> Figures:
     """Every cell of every table. Takes minutes of every core."""
-    keys = list(itertools.product(("exact", "compact", "tiny"), MACHINES))
+    keys = list(itertools.product(STATES, MACHINES))
     with concurrent.futures.ProcessPoolExecutor() as pool:
         return dict(zip(keys, pool.map(row, *zip(*keys, strict=True)), strict=True))
 
@@ -261,7 +262,7 @@ it (`--overlap`, [commands](commands.md#train)).
 def page(found: Figures) -> str:
     """docs/sizing.md."""
     parts = [HEAD + "\n".join(largest_table(found)), MIDDLE]
-    parts += ["\n".join(matrix(found, states)) + "\n" for states in ("exact", "compact", "tiny")]
+    parts += ["\n".join(matrix(found, states)) + "\n" for states in STATES]
     return "\n".join([*parts, shown_command(found), ""])
 
 
