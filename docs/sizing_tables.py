@@ -79,7 +79,7 @@ MACHINES = (
 
 MODELS = ("1b", "3b", "8b", "14b", "32b", "70b")
 """Presets: today's language models with these numbers of parameters, as a Llama has them."""
-STATES = ("exact", "compact")
+STATES = ("exact", "compact", "tiny")
 SHOWN = MACHINES[4], "8b", "compact"
 """The cell whose command the page shows."""
 
