@@ -197,6 +197,12 @@ class OwnerInInit(Protocol):
     def admit_new(self, params: Iterable[nn.Parameter]) -> None:
         """Partitions parameters that were made after building. Collective; blocks."""
 
+    def whole(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter's values. Collective; blocks."""
+
+    def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Replaces a parameter's values; every rank gives the whole tensor. Blocks."""
+
 
 class RestingParameter(nn.Parameter):
     """A streamed parameter while no running module holds its unit.
@@ -250,8 +256,15 @@ class RestingParameter(nn.Parameter):
             )
         owner.admit_new(param_list)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce_ex__(4)
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Before the model is sharded: an ordinary parameter with the values. Collective then; blocks."""
+        owner = registry.owner_of(self)
+        if not isinstance(owner, OwnerInInit):
+            self.__reduce_ex__(4)
+        with torch._C.DisableTorchFunctionSubclass():
+            value = owner.whole(self).to(self.device, self.dtype, copy=True)
+            copied = memo[id(self)] = nn.Parameter(value, self.requires_grad)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse(
@@ -355,6 +368,14 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _call_lent(func, (), *args, **kwargs)
     if name in ("copy_", "data") and len(args) > 1 and args[1] is first:
         return first if name == "copy_" else None  # load_state_dict, after our hook has loaded; to()
+    if replaces_data(func) and type(first) is RestingParameter:
+        keeper = registry.owner_of(first)
+        if isinstance(keeper, OwnerInInit):  # before the model is sharded, values are what they are set to
+            value = args[1].detach().clone()
+            with torch._C.DisableTorchFunctionSubclass():
+                keeper.replace(first, value)
+                become(first, absent_part(value.shape, value.dtype, first.device))
+            return None
     for param in _under(args[:1] if replaces_data(func) else writes_in_place(func, args, kwargs)):
         if type(param) is RestingParameter:
             _refuse_write("setting data" if replaces_data(func) else func.__name__, param)

@@ -1,0 +1,106 @@
+"""Does peft work on a base that rests on a tier, also where it copies, replaces or resizes modules of the base?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("peft")
+
+import peft
+import torch
+import transformers
+from trainings import on_nvme
+
+import tiermem
+
+FIELDS = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def with_lora(**fields: Any) -> Callable[[Any], Any]:
+    return lambda model: peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **fields))
+
+
+def resized(model: Any) -> Any:
+    model.resize_token_embeddings(71, mean_resizing=False)
+    return with_lora(modules_to_save=["lm_head", "embed_tokens"])(model)
+
+
+CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a head that is saved": ("CausalLM", with_lora(modules_to_save=["lm_head"])),
+    "a classifier": ("SequenceClassification", with_lora(task_type="SEQ_CLS")),
+    "a classifier of tokens": ("TokenClassification", with_lora(task_type="TOKEN_CLS")),
+    "replicated layers": ("CausalLM", with_lora(layer_replication=[(0, 2), (1, 2)])),
+    "PiSSA": ("CausalLM", with_lora(init_lora_weights="pissa")),
+    "OLoRA": ("CausalLM", with_lora(init_lora_weights="olora")),
+    "resized embeddings": ("CausalLM", resized),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapted_model_is_the_plain_one(name: str, tmp_path: Path) -> None:
+    kind, build = CASES[name]
+    made = getattr(transformers, f"LlamaFor{kind}")
+    torch.manual_seed(0)
+    made(transformers.LlamaConfig(**FIELDS, pad_token_id=0, num_labels=3)).save_pretrained(tmp_path / "base")
+    tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = {"CausalLM": tokens, "SequenceClassification": tokens[:, 0] % 3, "TokenClassification": tokens % 3}[kind]
+
+    def losses(model: Any, optimizer: Any) -> list[float]:
+        found = []
+        for _ in range(3):
+            loss = model(input_ids=tokens, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    plain = build(made.from_pretrained(tmp_path / "base", dtype=torch.float32).eval())
+    names = {key: each.shape for key, each in plain.named_parameters()}
+    expected = losses(plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2))
+    (tmp_path / "nvme").mkdir()
+    policy = on_nvme(tmp_path / "nvme")
+    torch.manual_seed(0)
+    model = build(tiermem.from_pretrained(tmp_path / "base", policy=policy, model_class=made, dtype=torch.float32))
+    assert {key: each.shape for key, each in model.named_parameters()} == names
+    with tiermem.shard(model, policy):
+        optimizer = tiermem.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        found = losses(model, optimizer)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+SCRIPT = """
+import sys, peft, transformers as T
+zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+T.TrainingArguments(
+    sys.argv[1], per_device_train_batch_size=2, max_steps=1, report_to=[],
+    deepspeed={"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero},
+)
+model = T.LlamaForSequenceClassification.from_pretrained(sys.argv[1])
+model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS"))
+print("trained:", sorted(name.split(".")[-2] for name, each in model.named_parameters() if each.requires_grad))
+"""
+
+
+def test_a_classifier_is_copied_as_under_deepspeed(tmp_path: Path) -> None:
+    transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**FIELDS, pad_token_id=0, num_labels=3)
+    ).save_pretrained(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "tiermem.as_deepspeed", str(tmp_path / "script.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "'default', 'default'" in done.stdout
