@@ -200,6 +200,12 @@ class OwnerInInit(Protocol):
     def whole(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's values. Collective; blocks."""
 
+    def take_out(self, param: nn.Parameter) -> None:
+        """Gives a parameter its values until `put_back`. Collective; blocks."""
+
+    def put_back(self, param: nn.Parameter) -> None:
+        """Ends a `take_out`; changes are dropped unless `replace` was called."""
+
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Replaces a parameter's values; every rank gives the whole tensor. Blocks."""
 
@@ -376,9 +382,16 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 keeper.replace(first, value)
                 become(first, absent_part(value.shape, value.dtype, first.device))
             return None
-    for param in _under(args[:1] if replaces_data(func) else writes_in_place(func, args, kwargs)):
-        if type(param) is RestingParameter:
-            _refuse_write("setting data" if replaces_data(func) else func.__name__, param)
+    written = _under(args[:1] if replaces_data(func) else writes_in_place(func, args, kwargs))
+    if replaces_data(func) and isinstance(args[1], RestingView) and set(args[1].params) <= set(written):
+        return None  # `p.data.data -= x` ends so: a view of the parameter is given what it shows
+    resting = [param for param in written if type(param) is RestingParameter]
+    owners = [(param, registry.owner_of(param)) for param in resting]
+    keepers = {param: owner for param, owner in owners if isinstance(owner, OwnerInInit)}
+    if keepers and len(keepers) == len(resting) and not replaces_data(func):
+        return _write_in_init(keepers, func, args, kwargs)
+    for param in resting:
+        _refuse_write("setting data" if replaces_data(func) else func.__name__, param)
     owner: Owner | None = registry.owner_of(params[0])
     with torch._C.DisableTorchFunctionSubclass():
         if owner is None:
@@ -397,6 +410,18 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return RestingView(first.detach(), params, functools.partial(_call_lent, func, params, *args, **kwargs))
     mine = [param for param in params if registry.owner_of(param) is owner]
     return owner.lend(mine, functools.partial(_call_lent, func, mine), args, kwargs)
+
+
+def _write_in_init(keepers: Mapping[RestingParameter, OwnerInInit], func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function that writes parameters of a model that is not sharded yet: what it writes counts."""
+    with contextlib.ExitStack() as ending:
+        for param, keeper in keepers.items():
+            keeper.take_out(param)
+            ending.callback(keeper.put_back, param)
+        output = _call_lent(func, (), *args, **kwargs)
+        for param, keeper in keepers.items():
+            keeper.replace(param, param.detach())
+    return args[0] if args and isinstance(output, torch.Tensor) else output
 
 
 def _call_lent(func: Any, lent: Sequence[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
