@@ -236,6 +236,9 @@ class Hooks(Uncopied):
         if marks.in_backward() or not (self._frames or self.prefetcher.is_torn) or self.may_lend:
             return
         self._drop_frames()
+        self._recover_units()
+
+    def _recover_units(self) -> None:
         if self.prefetcher.is_torn:
             self._steps.finish_tiles()  # it may write to a buffer of a unit
             self.prefetcher.recover(functools.partial(reset_all, self._units))
@@ -485,17 +488,12 @@ class Hooks(Uncopied):
             if self._ending() is not None:
                 return
             self._abandon_backward()  # the earlier backward ended in an exception
-        self.recover_in_backward()
+        if not self._frames:
+            self._recover_units()
         self._steps.end()
         self._watched = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._expect_end())
         self.begin_backward()
-
-    def recover_in_backward(self) -> None:
-        """`recover` at the first sign of a backward, when no forward is under way."""
-        if self.prefetcher.is_torn and not self._frames:
-            self._steps.finish_tiles()
-            self.prefetcher.recover(functools.partial(reset_all, self._units))
 
     def _expect_end(self) -> Callable[[], None]:
         """Returns the function that ends a backward. When nothing holds it any more, an exception has ended the backward."""
