@@ -138,7 +138,9 @@ def test_outside_forward_a_parameter_is_lent_for_the_call_alone(model: nn.Module
 
 def test_a_registered_parameter_is_there_whenever_the_module_runs(model: nn.Module, shards: Shards) -> None:
     seen = []
-    model.layers[1].register_forward_pre_hook(lambda *_: seen.append(type(model.embeddings.weight) is not RestingParameter))
+    model.layers[1].register_forward_pre_hook(
+        lambda *_: seen.append(type(model.embeddings.weight) is not RestingParameter)
+    )
     model(batch(0)[0])
     register_external_parameter(model.layers[1], model.embeddings.weight)
     model(batch(0)[0])
@@ -151,7 +153,9 @@ def test_registering_with_the_root_after_sharding(model: nn.Module, shards: Shar
     expected = loss_of(model, 0).item()
     register_external_parameter(model, model.embeddings.weight)
     seen = []
-    model.layers[1].register_forward_pre_hook(lambda *_: seen.append(type(model.embeddings.weight) is not RestingParameter))
+    model.layers[1].register_forward_pre_hook(
+        lambda *_: seen.append(type(model.embeddings.weight) is not RestingParameter)
+    )
     loss = loss_of(model, 0)
     assert (seen, loss.item()) == ([True], expected)
     loss.backward()
