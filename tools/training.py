@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import platform
 import re
 import time
@@ -364,7 +365,7 @@ class Trainer:
         written_here = {path: total - written.get(path, 0) for path, total in since_made.items()}
         if (copied := self._beside.written_bytes) > 0:
             is_copy = not self._job.nvme_paths or engine.shards.policy.durability == "none"
-            place = str(self._job.save_dir) if is_copy else self._job.nvme_paths[0]
+            place = os.path.abspath(str(self._job.save_dir) if is_copy else self._job.nvme_paths[0])
             for counts in (written_here, since_made):
                 counts[place] = counts.get(place, 0) + copied
         of_ranks = of_every_rank((written_here, since_made))

@@ -90,7 +90,7 @@ MUTANTS = {
         UnitMemory, "await_home", "self._home_read.synchronize()", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "the last event of a copy is forgotten": Mutant(
-        LiveUnit, "copy", "self.memory.note_home_read(record(self._passage.copies))", "pass",
+        LiveUnit, "copy", "self.memory.note_home_read(record(self.passage.copies))", "pass",
         "loaded_while_copies_are_pending", "host"
     ),
     "a buffer is given back while it is copied": Mutant(
@@ -106,7 +106,7 @@ MUTANTS = {
         LiveUnit, "_end_staged", "self._end_filling(reading.copied)", "pass", "plain", "nvme"
     ),
     "the copy's event is recorded on another stream": Mutant(
-        LiveUnit, "_copy", "return record(copies)", "return record(self._passage.owner)", "plain", "host"
+        LiveUnit, "_copy", "return record(copies)", "return record(self.passage.owner)", "plain", "host"
     ),
     "a gradient is read before it has come": Mutant(
         GradientLink, "_take", "copied.synchronize()", "pass", "plain", "host"
@@ -254,7 +254,7 @@ MUTANTS = {
         "after_exceptions", "nvme"
     ),
     "weights on the device are widened before the step has written them": Mutant(
-        LiveUnit, "outdate", "self._passage.note_outdated()", "pass", "widened", "device"
+        LiveUnit, "outdate", "self.passage.note_outdated()", "pass", "widened", "device"
     ),
     "an input that is dropped while it comes is let go": Mutant(
         _Passing, "__del__", "self.tensor.record_stream(self.stream)", "pass", "activations_of_reentrant_blocks", "host"
@@ -322,7 +322,7 @@ ON_RANKS = {
         LiveUnit, "gather", "self.memory.note_home_read(read)", "pass", "", ""
     ),
     "a gather's end is recorded before it": Mutant(
-        LiveUnit, "_await_gather", "record(self._passage.copies)", "record(self._passage.owner)", "", ""
+        LiveUnit, "_await_gather", "record(self.passage.copies)", "record(self.passage.owner)", "", ""
     ),
     "a reduction does not wait for its gradients": Mutant(
         Reducer, "start", "self._stream.wait_stream(current_stream(self._stream.device))", "pass", "", ""

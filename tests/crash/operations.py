@@ -162,7 +162,7 @@ class World:
     def _check_tags(self) -> None:
         """In the folder of a tag lies its pointer and, if that points there, the copy that it names."""
         for tag in (self.place / "saved").glob("global_step*"):
-            names = {file.name for file in tag.iterdir()} - {"tiermem.json"}
+            names = {file.name for file in tag.iterdir()} - {"tiermem.json", "README.txt"}
             if (tag / "tiermem.json").exists():
                 pointer = json.loads((tag / "tiermem.json").read_text())
                 names = {name for name in names if f"-{pointer['run_id']}-{pointer['commit']}" not in name}

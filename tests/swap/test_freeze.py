@@ -211,9 +211,9 @@ def test_blocks_are_one_call_also_where_slots_meet(
     calls: list[tuple[int, int]] = []
     submit_blocks = Queue.submit_blocks
 
-    def watch(self: Queue, blocks: Blocks, priority: int) -> int:
+    def watch(self: Queue, blocks: Blocks, priority: int, *rest: int) -> int:
         calls.append((len(blocks.addresses), blocks.length))
-        return submit_blocks(self, blocks, priority)
+        return submit_blocks(self, blocks, priority, *rest)
 
     monkeypatch.setattr(Queue, "submit_blocks", watch)
     into = store.arena.take(8 * PAGE).tensor

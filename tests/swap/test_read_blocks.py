@@ -51,9 +51,9 @@ def test_thousands_of_blocks_are_one_call(
     calls: list[int] = []
     submit_blocks = Queue.submit_blocks
 
-    def watch(self: Queue, blocks: Blocks, priority: int) -> int:
+    def watch(self: Queue, blocks: Blocks, priority: int, *rest: int) -> int:
         calls.append(len(blocks.addresses))
-        return submit_blocks(self, blocks, priority)
+        return submit_blocks(self, blocks, priority, *rest)
 
     def refuse(self: Queue, *rest: object) -> int:
         raise AssertionError("block by block")

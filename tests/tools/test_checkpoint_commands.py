@@ -192,7 +192,7 @@ def no_folder(folder: Path) -> list[Any]:
     ("make", "reason"),
     [
         (nothing, "holds no file named latest"),
-        (both_formats, "--pytorch and --dcp are given"),
+        (both_formats, "two of --pytorch, --dcp and --whole are given"),
         (bad_dtype, "the dtype is 'int8'; allowed are fp32"),
         (bad_size, "'huge' is not a size"),
         (no_tag, "there is no tag 't9' here; those there are: step1"),

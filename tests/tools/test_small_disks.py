@@ -81,7 +81,7 @@ def test_check_on_a_small_disk_says_what_was_not_measured(
 ) -> None:
     small = mount("ext4", 40 << 20)
     said = said_by(["check", "--path", str(small), "--seconds", "0.2"], capsys, monkeypatch)
-    assert f"not measured: {small} has" in said
+    assert f"not measured: {small} has".replace(" ", "") in said.replace(" ", "")  # a long path is cut over lines
     assert "and a file of 64.0 MiB is needed" in said
     assert "products" in said
 

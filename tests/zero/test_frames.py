@@ -16,7 +16,7 @@ from twins import Tower, batch, seeded
 import tiermem
 from tiermem import OffloadPolicy, Tier
 
-MOST_FRAMES = 7
+MOST_FRAMES = 8
 MOST_FILES = 10
 _ROOT = Path(tiermem.__file__).parent
 _HOOKS = ("before_forward", "_hold")  # of a module, of a tensor

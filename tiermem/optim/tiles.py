@@ -226,7 +226,7 @@ class StateTiles:
 
         `name` is MASTER, which every parameter has, or one of its moments. Takes twice the memory of that part.
         """
-        self._shards.take_writes()
+        self._shards.take_writes(shard.param)
         return self.read(shard, name)
 
     def read(self, shard: Shard, name: str) -> torch.Tensor:

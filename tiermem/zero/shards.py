@@ -180,6 +180,7 @@ class Shards:
         """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
         live, shard = self.find(param)
         if live.unit.is_resident:
+            self.store.on_device.check_there("param/")
             return param.detach().to("cpu", live.unit.dtype, copy=True)
         if live.is_present and not live.is_streamed:
             return live.memory.views[live.unit.shards.index(shard)].detach().to("cpu", live.unit.dtype, copy=True)
@@ -188,7 +189,7 @@ class Shards:
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements. Blocks."""
         live, shard = self.find(param)
-        self.take_writes()
+        self.take_writes(param)
         return self.values.elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
 
     def refresh(self, param: nn.Parameter) -> None:
@@ -290,12 +291,17 @@ class Shards:
             live.memory.views[live.unit.shards.index(shard)].copy_(shown)
         self.steps.half_loaded.discard(param)
 
-    def take_writes(self) -> None:
+    def take_writes(self, param: nn.Parameter | None = None) -> None:
         """Takes over what the user has written to weights that are always present. Does nothing where nothing was written.
 
-        Each rank takes its own part of what its own parameters show. Not collective; blocks; raises OSError, and RuntimeError
-        as `LiveUnit.written` and `check_may_change` do.
+        param: the one that is looked at; None: all. Each rank takes its own part of what its own parameters show. Not
+        collective; blocks; raises OSError, and RuntimeError as `LiveUnit.written` and `check_may_change` do.
         """
+        if param is not None:
+            live, _ = self.find(param)
+            if live.unit.is_resident and live.is_written(param):
+                self._take_writes_of(live)
+            return
         for live in self._residents:
             if live.written():
                 self._take_writes_of(live)

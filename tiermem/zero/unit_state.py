@@ -106,15 +106,14 @@ class LiveUnit:
         self._stage: Stage | None = None  # holds the shard on its way to a gather or to the accelerator
         self._coming: _Read | _Gathering | None = None  # the transfer of READING or GATHERING
         self._params = [shard.param for shard in unit.shards]
+        self._index = {id(param): index for index, param in enumerate(self._params)}
         self._changing = [] if unit.is_resident else self._params  # their class shows whether the unit has users
         self._out: set[int] = set()  # parameters that hold their own copy (access.py)
         self._num_references = 0  # of the unit's own to its memory, without those of parameters that show it
         self._before: dict[int, torch.Tensor] = {}  # by parameter: weights before the user writes them (`remember`)
         self._seen: list[tuple[int, int]] = []  # of each parameter, when it was shown: address and version
         self._take_writes: Callable[[LiveUnit], None] = lambda live: None
-        self._data_taken: set[int] = (
-            set()
-        )  # parameters whose `data` the user has taken since their values were compared
+        self._data_taken: set[int] = set()  # parameters whose `data` was taken since their values were compared
         absent.wake(self._params if unit.is_resident else ())
         self._point()
         self.take_up()  # not before the parameters have moved to the device, which resets their gradients' dtype
@@ -389,18 +388,24 @@ class LiveUnit:
         """
         if not self._is_shown or len(self._seen) != len(self._params):
             return []
-        found = []
         with torch._C.DisableTorchFunctionSubclass():
-            for index, (param, seen) in enumerate(zip(self._params, self._seen, strict=True)):
-                is_changed = (param.data_ptr(), param._version) != seen
-                if (is_changed or index in self._data_taken) and index not in self._out:
-                    absent.check_like(param, self.memory.views[index])
-                    found.append(index)
-        return found
+            return [index for index in range(len(self._params)) if self._is_written(index)]
+
+    def is_written(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is among those of `written`."""
+        return self._is_shown and len(self._seen) == len(self._params) and self._is_written(self._index[id(param)])
+
+    def _is_written(self, index: int) -> bool:
+        param = self._params[index]
+        is_changed = (param.data_ptr(), param._version) != self._seen[index]
+        if (not is_changed and index not in self._data_taken) or index in self._out:
+            return False
+        absent.check_like(param, self.memory.views[index])
+        return True
 
     def note_data(self, param: nn.Parameter) -> None:
         """Notes that the user has taken a parameter's `data`, and may write it."""
-        self._data_taken.update(index for index, each in enumerate(self._params) if each is param)
+        self._data_taken.add(self._index[id(param)])
 
     def remember(self, index: int) -> None:
         """Keeps a copy of a parameter's present values until `forget`, so that each element that is written next is known.
