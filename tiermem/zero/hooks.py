@@ -93,9 +93,8 @@ class Hooks(Uncopied):
         self._uses = Uses(units)
         self._held: list[Use] = []  # uses whose units the backward under way holds
         self._frames: list[Frame] = []  # forwards under way, the innermost last
-        self._call: dict[
-            str, _Call
-        ] = {}  # at most one: the outermost forward under way. A dict, since `setdefault` is one step
+        # At most one: the outermost forward under way. A dict, since `setdefault` is one step.
+        self._call: dict[str, _Call] = {}
         self._is_joined = False  # inside `joined`
         self._returned: list[LiveUnit] = []  # units of parameters that the model returned; held until backward ends
         self._leader: nn.Module | None = None  # the module whose call began the pass
