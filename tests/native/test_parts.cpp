@@ -47,7 +47,8 @@ static void check_split(uint32_t first, uint64_t stride, uint64_t n) {
     CHECK_EQUAL(tm_part_widen(nullptr, n, &part, weight.data(), after.data()), 0);
     for (uint64_t i = 0; i < n; ++i) {
         const uint32_t given = first + (uint32_t)(i * stride);
-        const uint32_t bits = (given & 0x7fffffffu) >= 0x7fff8000u ? given & ~0x8000u : given; // its weight would be zero
+        const uint32_t bits =
+            (given & 0x7fffffffu) >= 0x7fff8000u ? given & ~0x8000u : given; // its weight would be zero
         CHECK_EQUAL(bits_of(after[i]), bits);
         const float shown = widen_half(weight[i], TM_BF16), x = before[i];
         CHECK_EQUAL(low[i], bits & 0xffff);

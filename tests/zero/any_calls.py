@@ -2,7 +2,7 @@
 
 A *case* is a number. It makes a tree of modules (nested, shared, tied, frozen, checkpointed, in lists and dicts), a policy and
 a program: forward of any submodule, backward of any loss, clipping, steps, every way to zero a gradient, evaluation, freezing,
-gradients that the user replaces, exceptions in forward and backward. The plain twin does the same with the inputs of all ranks.
+gradients and weights that the user writes, exceptions in forward and backward. The plain twin does the same with all inputs.
 
 Losses, gradients and weights must agree to rounding: where a gradient that comes late is added is the only difference.
 `Mismatch` names the case, its policy and everything that the program did until then.
@@ -160,6 +160,7 @@ class Case:
             (self._forward, 8), (self._backward, 6), (self._step, 4), (self._zero, 4), (self._evaluate, 1),
             (self._turn, 1), (self._freeze, 1), (self._replace_gradient, 1), (self._clip, 1), (self._hook, 1),
             (self._fail_forward, 0.5), (self._fail_backward, 0.5), (self._gathered, 1), (self._differentiate, 1),
+            (self._write, 3),
         ]  # fmt: skip
         kinds, weights = zip(*operations, strict=True)
         count = self._chance.randint(6, _MOST_OPERATIONS)
@@ -271,6 +272,44 @@ class Case:
         value = None if self._chance.random() < 0.5 else torch.full(theirs.shape, self._chance.uniform(-1, 1))
         self._say(f"{name}.grad = {'None' if value is None else 'values'}")
         mine.grad, theirs.grad = value, None if value is None else value.clone()
+
+    def _write(self) -> None:
+        """A weight is written: on rank 0 under GatheredParameters, else on every rank."""
+        (name, mine), theirs = self._chance.choice(self._pairs)
+        live, _ = self._shards.find(mine)
+        present = ["in place", "through data", "by other memory", "through a view"] if live.unit.is_resident else []
+        way = self._chance.choice(["gathered", "load_state_dict", "in forward", "in forward, through data", *present])
+        self._say(f"{name} is written: {way}")
+        self._outputs.clear()  # torch refuses their graphs
+        with torch.no_grad():
+            if way == "gathered":
+                with GatheredParameters(mine, modifier_rank=0):
+                    mine.data.mul_(0.75 if self._rank == 0 else 1.0)
+            elif way == "load_state_dict":
+                value = self._shards.weight(mine) * 0.75
+                self._model.load_state_dict({name: value}, strict=False)
+            elif way.startswith("in forward"):
+                owner, _, own = name.rpartition(".")
+                through_data = way.endswith("data")
+                module = self._model.get_submodule(owner)
+
+                def write(module: nn.Module, args: Any) -> None:
+                    param = module.get_parameter(own)
+                    (param.data if through_data else param).mul_(0.75)
+
+                handle = module.register_forward_pre_hook(write)
+                module(self._inputs(owner)[0])
+                handle.remove()
+            elif way == "in place":
+                mine.mul_(0.75)
+            elif way == "through data":
+                mine.data.mul_(0.75)
+            elif way == "through a view":
+                mine.detach().view(-1)[:].mul_(0.75)
+            else:
+                mine.data = mine.data.clone() * 0.75
+            theirs.mul_(0.75)
+        self._compare_weights()
 
     def _clip(self) -> None:
         with_gradient = [each for each in self._pairs if each[1].grad is not None]
