@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -451,12 +452,18 @@ class LiveUnit:
 
     def _check_alone(self) -> None:
         """Raises RuntimeError if the user holds a view of the unit's memory, which is about to change."""
-        if self.memory.num_references() > self._num_references + self._num_shown:
+        if self._has_holders:
+            gc.collect()  # a graph that an exception has ended may hold views until then
+        if self._has_holders:
             raise RuntimeError(
                 "`p.data = x` has put values in place of a parameter whose old memory is still held, perhaps to put it back "
                 "(backup = p.data). A step or a save writes that memory. Put it back before, or keep a copy: "
                 "backup = p.data.clone()"
             )
+
+    @property
+    def _has_holders(self) -> bool:
+        return self.memory.num_references() > self._num_references + self._num_shown
 
     @property
     def _num_shown(self) -> int:
