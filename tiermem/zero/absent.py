@@ -186,7 +186,7 @@ class OwnerWithSteps(Protocol):
 class OwnerWithWrites(Protocol):
     """Takes over what the user writes to parameters in memory. Shards is one."""
 
-    def note_data(self, param: nn.Parameter) -> None:
+    def note_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
         """Notes that the user has taken `data` of a parameter, and may write it."""
 
 
@@ -291,10 +291,9 @@ class PresentParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The values, as a tensor without a graph."""
-        owner = registry.owner_of(self)
+        owner, values = registry.owner_of(self), cast(torch.Tensor, _DATA.__get__(self))
         if isinstance(owner, OwnerWithWrites):
-            owner.note_data(self)
-        values: torch.Tensor = _DATA.__get__(self)
+            owner.note_data(self, values)
         return values
 
     @data.setter

@@ -306,11 +306,11 @@ class Shards:
             if live.written():
                 self._take_writes_of(live)
 
-    def note_data(self, param: nn.Parameter) -> None:
+    def note_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
         """Notes that the user has taken `data` of a parameter that is present, and may write it."""
         found = self._by_param.get(id(param))
         if found is not None:
-            found[0].note_data(param)
+            found[0].note_data(param, data)
 
     def _take_writes_of(self, live: LiveUnit) -> None:
         """Takes over what the user has written to a unit that is present, and drops reads ahead of the old values."""
@@ -322,6 +322,7 @@ class Shards:
         self.program.drop()
         live.outdate()
         for index in live.written():
+            live.check_alone(index)
             shard = live.unit.shards[index]
             with torch._C.DisableTorchFunctionSubclass():
                 shown = shard.param.detach()

@@ -524,11 +524,6 @@ class UnitMemory:
         self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
         self._lender = None
 
-    def num_references(self) -> int:
-        """How many tensors and storages refer to this memory, views that a user holds among them; 0 if torch does not say."""
-        count = getattr(torch._C, "_storage_Use_Count", None)  # private to torch
-        return 0 if count is None else int(count(self._storage._cdata))
-
     def sees(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this memory."""
         return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata

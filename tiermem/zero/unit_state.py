@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-import gc
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -110,11 +110,11 @@ class LiveUnit:
         self._index = {id(param): index for index, param in enumerate(self._params)}
         self._changing = [] if unit.is_resident else self._params  # their class shows whether the unit has users
         self._out: set[int] = set()  # parameters that hold their own copy (access.py)
-        self._num_references = 0  # of the unit's own to its memory, without those of parameters that show it
         self._before: dict[int, torch.Tensor] = {}  # by parameter: weights before the user writes them (`remember`)
         self._seen: list[tuple[int, int]] = []  # of each parameter, when it was shown: address and version
         self._take_writes: Callable[[LiveUnit], None] = lambda live: None
         self._data_taken: set[int] = set()  # parameters whose `data` was taken since their values were compared
+        self._datas: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # by parameter: these `data`
         absent.wake(self._params if unit.is_resident else ())
         self._point()
         self.take_up()  # not before the parameters have moved to the device, which resets their gradients' dtype
@@ -378,7 +378,6 @@ class LiveUnit:
     def call_on_writes(self, take: Callable[[LiveUnit], None]) -> None:
         """Sets the function that takes over what was written while the unit was in use, before it is let go."""
         self._take_writes = take
-        self._num_references = self.memory.num_references() - self._num_shown
 
     def written(self) -> list[int]:
         """The numbers of the parameters that were written since they were shown, that show other memory, or may be written.
@@ -404,9 +403,13 @@ class LiveUnit:
         absent.check_like(param, self.memory.views[index])
         return True
 
-    def note_data(self, param: nn.Parameter) -> None:
+    def note_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
         """Notes that the user has taken a parameter's `data`, and may write it."""
-        self._data_taken.add(self._index[id(param)])
+        index = self._index[id(param)]
+        self._data_taken.add(index)
+        if self.memory.sees(data):
+            self._datas[index] = [each for each in self._datas.get(index, ()) if each() is not None]
+            self._datas[index].append(weakref.ref(data))
 
     def remember(self, index: int) -> None:
         """Keeps a copy of a parameter's present values until `forget`, so that each element that is written next is known.
@@ -428,7 +431,6 @@ class LiveUnit:
         """Notes that a step has written the unit: what was kept or counted before is counted anew."""
         for index in self._before:
             self.remember(index)
-        self._num_references = self.memory.num_references() - self._num_shown
 
     def forget_writes(self) -> None:
         """What was written to the unit until now is not taken over: the call that wrote it raised."""
@@ -437,39 +439,27 @@ class LiveUnit:
             self._data_taken.clear()
 
     def show_again(self, index: int) -> None:
-        """Notes that a parameter's values have been taken over; the parameter shows the unit's memory again, with them.
-
-        Raises RuntimeError where the parameter shows other memory while the user holds a view of the unit's.
-        """
+        """Notes that a parameter's values have been taken over; the parameter shows the unit's memory again, with them."""
         param, view = self._params[index], self.memory.views[index]
         with torch._C.DisableTorchFunctionSubclass():
             if param.data_ptr() != view.data_ptr():
-                self._check_alone()
                 view.copy_(param.detach())
                 _point([param], [view])
             self._seen[index] = param.data_ptr(), param._version
         self._data_taken.discard(index)
 
-    def _check_alone(self) -> None:
-        """Raises RuntimeError if the user holds a view of the unit's memory, which is about to change."""
-        if self._has_holders:
-            gc.collect()  # a graph that an exception has ended may hold views until then
-        if self._has_holders:
-            raise RuntimeError(
-                "`p.data = x` has put values in place of a parameter whose old memory is still held, perhaps to put it back "
-                "(backup = p.data). A step or a save writes that memory. Put it back before, or keep a copy: "
-                "backup = p.data.clone()"
-            )
-
-    @property
-    def _has_holders(self) -> bool:
-        return self.memory.num_references() > self._num_references + self._num_shown
-
-    @property
-    def _num_shown(self) -> int:
-        """How many parameters show the unit's memory, and not memory that the user has put in its place."""
+    def check_alone(self, index: int) -> None:
+        """Raises RuntimeError where a parameter shows other memory while the user holds a `data` of it, which would change."""
+        param, view = self._params[index], self.memory.views[index]
         with torch._C.DisableTorchFunctionSubclass():
-            return sum(map(self.memory.sees, self._params)) if self._is_shown else 0
+            is_shown = param.data_ptr() == view.data_ptr()
+        if is_shown or all(taken() is None for taken in self._datas.get(index, ())):
+            return
+        raise RuntimeError(
+            "`p.data = x` has put values in place of a parameter whose old memory is still held, perhaps to put it back "
+            "(backup = p.data). A step or a save writes that memory. Put it back before, or keep a copy: "
+            "backup = p.data.clone()"
+        )
 
     def is_home(self, values: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory in which the unit rests."""
