@@ -278,6 +278,11 @@ class Sample(NamedTuple):
     resident_bytes: int
     charged_bytes: int | None
 
+    @property
+    def held_bytes(self) -> int:
+        """What the cap counts: bytes charged to the cgroup where one is the cap, else resident bytes."""
+        return self.resident_bytes if self.charged_bytes is None else self.charged_bytes
+
 
 class Observer:
     """What a launch tells its caller while it runs; every method may be overridden, none must block."""

@@ -98,7 +98,7 @@ class Progress(RunRecord):
     def on_sample(self, sample: Sample) -> None:
         super().on_sample(sample)
         self._sample = sample
-        self._peak_bytes = max(self._peak_bytes, sample.resident_bytes)
+        self._peak_bytes = max(self._peak_bytes, sample.held_bytes)
         if self._live and time.monotonic() - self._drawn > _REFRESH_S:
             self._drawn = time.monotonic()
             self._live.update(self._panel(), refresh=True)
@@ -123,7 +123,7 @@ class Progress(RunRecord):
         return " · ".join(parts)
 
     def _describe_memory(self) -> str:
-        now = format_bytes(self._sample.resident_bytes) if self._sample else "?"
+        now = format_bytes(self._sample.held_bytes) if self._sample else "?"
         cap = f" of {format_bytes(self._limit_bytes)} ({self._limit_kind})" if self._limit_bytes else ""
         return f"{now}{cap}, peak {format_bytes(self._peak_bytes)}"
 
@@ -166,9 +166,9 @@ class Progress(RunRecord):
         if step and "device_memory" in step:
             rows.add_row("device", describe_device(step["device_memory"]))
         if self._limit_bytes and self._sample:
-            part = self._sample.resident_bytes / self._limit_bytes
+            part = self._sample.held_bytes / self._limit_bytes
             style = "green" if part < 0.85 else "yellow" if part < 0.97 else "red"
-            bar = ProgressBar(self._limit_bytes, self._sample.resident_bytes, width=_BAR_WIDTH, complete_style=style)
+            bar = ProgressBar(self._limit_bytes, self._sample.held_bytes, width=_BAR_WIDTH, complete_style=style)
             rows.add_row("", bar)
         return rows
 
@@ -328,7 +328,8 @@ def result_lines(run: Mapping[str, Any]) -> list[str]:
         if f"{next(iter(medians))}_s" in said:
             times.append(f"predicted {' / '.join(_seconds(said[f'{phase}_s']) for phase in medians)}")
     cap = f" of {_size(run['memory_limit_bytes'])} ({run['limit_kind']})" if run["memory_limit_bytes"] else ""
-    memory = [f"memory: peak {_size(run['peak_rss_bytes'])}{cap}"]
+    peak_bytes = run["cgroup_peak_bytes"] or run["peak_rss_bytes"]
+    memory = [f"memory: peak {_size(peak_bytes)}{cap}"]
     for what in ("read", "written"):
         ours, kernel = run.get(f"nvme_{what}_bytes"), run.get(f"kernel_{what}_bytes")
         if ours:

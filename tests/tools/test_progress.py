@@ -59,6 +59,15 @@ def test_a_step_is_shown(is_terminal: bool) -> None:
     assert ("building the model" in shown) is not is_terminal or is_terminal
 
 
+def test_memory_under_a_cgroup_is_what_the_cap_counts() -> None:
+    text = io.StringIO()
+    with Progress(Console(file=text, width=300), "tiny", 10, 1250 * MIB, "cgroup-v1") as progress:
+        progress.on_message(READY)
+        progress.on_sample(Sample(0, 1300 * MIB, 1100 * MIB))
+        progress.on_message(STEP)
+    assert "memory 1100.0 MiB of 1250.0 MiB (cgroup-v1), peak 1100.0 MiB" in text.getvalue()
+
+
 def test_texts_with_brackets_are_shown_as_they_are() -> None:
     text = io.StringIO()
     with Progress(Console(file=text, width=300), "run [bold]", 1, None, "none") as progress:
