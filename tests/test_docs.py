@@ -292,7 +292,7 @@ def test_sizes_are_what_plan_computes() -> None:
     from sizing_tables import MACHINES, PAGE, cell
 
     page = PAGE.read_text("utf-8")
-    for machine, model, states, place in ((MACHINES[1], "1B", "exact", 1), (MACHINES[4], "8B", "compact", 3)):
+    for machine, model, states, place in ((MACHINES[1], "1b", "exact", 1), (MACHINES[4], "8b", "compact", 3)):
         found = cell(machine, model, states)
         assert found is not None
         table = page.partition(f"| {states}: tokens/s |")[2]
