@@ -129,7 +129,7 @@ def _sustained_bytes(options: IoBenchOptions) -> int:
 def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
     """What each path must have room for."""
     num_ranks = max(options.ranks)
-    files = (f"{num_ranks} files of {format_bytes(options.size_bytes)}", num_ranks * options.size_bytes)
+    files = (f"{num_ranks} files of {format_bytes(options.size_bytes)} (--size)", num_ranks * options.size_bytes)
     stores = num_ranks * options.size_bytes if "tensors" in options.modes else 0
     return [files, ("the tensors' stores", stores), ("sustained writes (--bytes)", _sustained_bytes(options))]
 

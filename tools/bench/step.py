@@ -271,7 +271,10 @@ def _check_room(options: StepBenchOptions, cases: Sequence[Case]) -> None:
     check_memory(needed, said, "ask for fewer parameters or less --resident")
     stores = sum(max(0, states - resident) + others * (not options.only_states) for states, resident in sizes)
     largest = max(states for states, _ in sizes)
-    parts = [("the states", stores // len(options.paths)), ("the yardstick", (largest + others) // len(options.paths))]
+    parts = [
+        ("the states (--params)", stores // len(options.paths)),
+        ("the yardstick", (largest + others) // len(options.paths)),
+    ]
     check_room(options.paths, parts)
 
 
