@@ -382,7 +382,9 @@ def test_a_path_with_too_little_room_is_refused_with_the_arithmetic(
     facts = os.statvfs(tmp_path)
     small = os.statvfs_result((*facts[:4], (30 << 20) // facts.f_frsize, *facts[5:]))
     monkeypatch.setattr("tiermem.tools.bench.files.os.statvfs", lambda path: small)
-    with pytest.raises(OSError, match=r"96\.0 MiB are needed, 30\.0 MiB are free: 48\.0 MiB for the states \(--params\)"):
+    with pytest.raises(
+        OSError, match=r"96\.0 MiB are needed, 30\.0 MiB are free: 48\.0 MiB for the states \(--params\)"
+    ):
         bench()
 
 
