@@ -85,6 +85,7 @@ class DeviceMemory:
             slab.num_slots -= 1
             if not slab.num_slots:
                 self._slabs.remove(slab)
+                self._end(slab)
 
     def num_bytes(self, kinds: Collection[str]) -> int:
         """Bytes of the slabs of these kinds that are there."""
@@ -152,9 +153,16 @@ class DeviceMemory:
         if is_accelerator(self._device):
             record(current_stream(self._device)).synchronize()
 
+    def _end(self, slab: _Slab) -> None:
+        """Before a slab goes back to torch, which lends its memory again when the current stream has come here."""
+        if is_accelerator(self._device):
+            slab.memory.record_stream(current_stream(self._device))
+
     def close(self) -> None:
-        """Frees all memory, also what has left."""
+        """Frees all memory, also what has left, in the order of the current stream, which has waited for its users."""
         with self._lock:
+            for slab in self._there({each.kind for each in self._slabs}):
+                self._end(slab)
             self._slabs.clear()
             self._away.clear()
         arena, self._arena = self._arena, None

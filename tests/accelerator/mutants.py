@@ -321,6 +321,17 @@ ON_RANKS = {
     "a home is overwritten while a gather reads it": Mutant(
         LiveUnit, "gather", "self.memory.note_home_read(read)", "pass", "", ""
     ),
+    "the end of a gather's reads is recorded before them": Mutant(
+        LiveUnit, "gather",
+        """self._gather.put(self.shard if self.shard is not None else self._staged())
+        read = record(copies) if copies is not None else None""",
+        """read = record(copies) if copies is not None else None
+        self._gather.put(self.shard if self.shard is not None else self._staged())""",
+        "", "",
+    ),
+    "device memory that a model leaves is lent before its streams have ended": Mutant(
+        DeviceMemory, "_end", "slab.memory.record_stream(current_stream(self._device))", "pass", "", "closed aside"
+    ),
     "a gather's end is recorded before it": Mutant(
         LiveUnit, "_await_gather", "record(self.passage.copies)", "record(self.passage.owner)", "", ""
     ),

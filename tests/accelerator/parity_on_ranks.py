@@ -1,4 +1,10 @@
-"""Run by test_ranks.py on each rank: training on devices and CPUs. Words: a backend; a mutant, none or on four; schedules."""
+"""Run by test_ranks.py on each rank: training on devices and CPUs.
+
+    parity_on_ranks.py FOLDER BACKEND NAMES WAY ...
+
+NAMES: a mutant, all, or "on four": those that need four ranks. WAY: the schedule of each step, as late,late,random:3. All ways
+have as many steps.
+"""
 
 from __future__ import annotations
 
@@ -82,24 +88,31 @@ ON_FOUR = {
 """On two ranks these are what other cases are."""
 
 
+ASIDE = "closed aside"
+"""See `overwritten_after_close`."""
+
+
 ON_DEVICES_ALONE = ["stage 1", "stage 3, nvme", "stage 3, host, by Init", "qgZ"]
 """What is tried where the group takes no tensors of the CPU, as one of NCCL alone."""
 
 
-def batches_of(policy: OffloadPolicy, rank: int, device: torch.device) -> list[list[torch.Tensor]]:
-    """Tokens and targets of every step, on the device: a copy from pageable memory would wait for the step before.
+def batches_of(policy: OffloadPolicy, num: int, rank: int, device: torch.device) -> list[list[torch.Tensor]]:
+    """Tokens and targets of every step, and of what follows, on the device.
 
+    A copy from pageable memory would wait for the step before.
     Where activations move there are more of them: small ones stay.
     """
     size = {} if policy.activations is None else {"samples": 16, "length": 40}
-    return [[each.to(device) for each in batch(10 * step + rank, **size)] for step in range(3)]
+    return [[each.to(device) for each in batch(10 * step + rank, **size)] for step in range(num)]
 
 
 def loss_on(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
 
-def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[str, Any]:
+def train(where: str, policy: OffloadPolicy, way: list[str], rank: int, by_init: bool) -> dict[str, Any]:
+    """What is computed in steps under these schedules, of which CPUs have none; the first is that of the start, too."""
+    schedule_by(way[0], where)
     with tiermem.zero.Init(policy=policy, enabled=by_init):
         model = seeded(Tower if policy.activations is None else lambda: zoo.Tower(checkpoint=False)).to(
             torch.bfloat16 if policy.compute_dtype == "fp32" or policy.precision != Precision() else torch.float32
@@ -107,11 +120,14 @@ def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[s
     with tiermem.shard(model, policy, device=where) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         losses, norms, is_early = [], [], policy.overlap == "backward"
-        for step, given in enumerate(batches_of(policy, rank, shards.device)):
+        *batches, last = batches_of(policy, len(way) + 1, rank, shards.device)
+        for step, given in enumerate(batches):
+            if way[step] != way[max(0, step - 1)]:
+                schedule_by(way[step], where)
             loss = loss_on(model, *given)
             loss.backward()
             assert bool(shards.program.attempted) == (is_early and where != "cpu" and step > 0)
-            if not (policy.step_in_backward or is_early):
+            if not (policy.step_in_backward or is_early or step % 2):
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
             with torch.no_grad():
                 losses.append(loss_on(model, *given))
@@ -123,8 +139,41 @@ def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[s
                     losses[-1].item()  # this rank asks for the others' weights while their steps may be pending
             losses.append(loss.detach())
         assert not is_early or shards.steps.num_redone == 0
+        losses += replaced_while_read(model, last)
         weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     return {"losses": [each.item() for each in losses], "norms": norms, **weights}
+
+
+def schedule_by(schedule: str, where: str) -> None:
+    if where != "cpu":
+        sim.set_schedule(schedule)
+
+
+def replaced_while_read(model: nn.Module, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Losses before and after one weight is replaced, which the device may still read then."""
+    name = next(name for name, _ in model.named_parameters() if name.endswith("layers.1.up.weight"))
+    with torch.no_grad():
+        before = loss_on(model, *given)
+        model.load_state_dict({name: torch.full((97, 31), 0.25)}, strict=False)
+        return [before, loss_on(model, *given)]
+
+
+def overwritten_after_close(own: str) -> float:
+    """How many tensors lose their values to a model that was trained and closed on a stream beside, whose memory they got."""
+    model, num = seeded(Tower), 0
+    tokens, targets = (each.to(own) for each in batch(0))
+    shards = tiermem.shard(model, OffloadPolicy(stage=2), device=own)
+    optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+    sim.synchronize(own)
+    with torch.Stream(own):
+        loss_on(model, tokens, targets).backward()
+        shards.close()
+    del optim
+    later = [torch.ones(numel, device=own) for numel in (40_000, 20_000, 10_000, 100_000) * 4]
+    sim.synchronize(own)
+    for each in later:
+        num += not bool((each.cpu() == 1.0).all())
+    return float(num)
 
 
 def apart(mine: dict[str, Any], theirs: dict[str, Any]) -> float:
@@ -137,32 +186,43 @@ def apart(mine: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    backend, mutant, *schedules = sys.argv[2:]
+    backend, names, *words = sys.argv[2:]
+    ways = [word.split(",") for word in words]
     History.is_due, History.is_last = True, lambda *_: True  # type: ignore[assignment,method-assign]
     with as_rank(backend) as (rank, out, _):
-        own, found, on_cpus = f"sim:{rank % 2}", {}, dict[str, dict[str, Any]]()
-        for name in cases_of(backend, mutant, dist.get_world_size()):
+        own, found, on_cpus = f"sim:{rank % 2}", dict[str, float](), dict[str, dict[str, Any]]()
+        sim.set_device(rank % 2)
+
+        def mutation() -> contextlib.AbstractContextManager[None]:
+            return applied(ON_RANKS[names]) if names in ON_RANKS else contextlib.nullcontext()
+
+        for name in cases_of(backend, names, dist.get_world_size()):
+            if name == ASIDE:
+                for way in ways:
+                    sim.set_schedule(way[0])
+                    with mutation():
+                        found[f"{name}; {way[0]}"] = overwritten_after_close(own)
+                continue
             place = Path(out.parent, f"{name}-{rank}".replace(" ", "_"))
             place.mkdir()
             usual = {"persistence_numel": 50, "paths": [place], "timeout_s": 60, "tile_numel": 8192}
             policy = OffloadPolicy(**usual | CASES[name])
-            sim.set_schedule("at_once")
             by_init = "by Init" in name
             there = "cpu" if "cpu" in backend and not by_init else own
+            at_once = ["at_once"] * len(ways[0])
             grads = None if there == "cpu" else policy.grads
             same = "plain" if there == "cpu" and CASES[name].keys() <= CHANGE_NO_BIT and policy.stage else name
             if same not in on_cpus:
-                on_cpus[same] = train(there, dataclasses.replace(policy, grads=grads), rank, by_init)
+                on_cpus[same] = train(there, dataclasses.replace(policy, grads=grads), at_once, rank, by_init)
             expected = on_cpus[same]
             if dist.get_world_size() > 2:  # whose sums have another order on CPUs
-                at_once = train(own, policy, rank, by_init)
-                found[f"{name}; at once, beside CPUs"] = apart(at_once, expected)
-                expected = at_once
-            for schedule in schedules:
-                sim.set_schedule(schedule)
-                with applied(ON_RANKS[mutant]) if mutant in ON_RANKS else contextlib.nullcontext():
-                    found[f"{name}; {schedule}"] = apart(train(own, policy, rank, by_init), expected)
-                if mutant in ON_RANKS and is_seen(found):
+                on_device = train(own, policy, at_once, rank, by_init)
+                found[f"{name}; at once, beside CPUs"] = apart(on_device, expected)
+                expected = on_device
+            for way in ways:
+                with mutation():
+                    found[f"{name}; {','.join(way)}"] = apart(train(own, policy, way, rank, by_init), expected)
+                if names in ON_RANKS and is_seen(found):
                     break
         torch.save(found, out)
 
@@ -174,19 +234,19 @@ def is_seen(found: dict[str, float]) -> bool:
     return any(seen)
 
 
-def cases_of(backend: str, mutant: str, world: int) -> list[str]:
+def cases_of(backend: str, names: str, world: int) -> list[str]:
     """On four ranks every stage, and those that need so many."""
-    if mutant == "on four":
+    if names == "on four":
         return sorted(ON_FOUR)
-    if mutant != "none":
-        return [ON_RANKS[mutant].home or "stage 3, host"]
+    if names != "all":
+        return [ON_RANKS[names].home or "stage 3, host"]
     if "cpu" not in backend:
         return ON_DEVICES_ALONE
     stages = [f"stage {stage}" for stage in range(4)]
     return (
         [*stages, "stage 3, nvme", "qwZ", "qgZ", "qwZ and qgZ, nvme", *sorted(ON_FOUR)]
         if world == 4
-        else [name for name in CASES if name not in ON_FOUR]
+        else [*(name for name in CASES if name not in ON_FOUR), ASIDE]
     )
 
 
