@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from twins import Tower, loss_of, seeded
 
 import tiermem
@@ -19,7 +20,11 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Rates, choose
 from tiermem.forecast.rates import Compute
 from tiermem.optim.tile import Tile, sent_bytes
+from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tiles import StateTiles
+from tiermem.swap.arena import Arena
+from tiermem.swap.device_memory import DeviceMemory
+from tiermem.zero.plan import Buffers
 
 
 def tiles_of(optim: Any, shards: tiermem.Shards) -> list[Tile]:
@@ -38,6 +43,26 @@ def test_the_ratio_is_the_part_of_the_elements_that_is_sent(home: str, sim: Modu
             due, largest = (ratio or 0.0) * total, max(tile.numel for tile in tiles)
             assert due - largest < sent <= due
             assert Tier.DEVICE not in {tile.home for tile in tiles}
+
+
+def test_a_tile_comes_after_the_last_use_of_what_its_buffer_was_before(sim: ModuleType) -> None:
+    sim.set_schedule("side_first")
+    numel, where = 1 << 14, torch.device("sim")
+    memory, arena = DeviceMemory(where), Arena(1 << 20, 1 << 20)
+    states = arena.take(4 * numel, "states", crosses_link=True).tensor.view(torch.float32).fill_(3.0)
+    arena.pin(where)
+    earlier = torch.empty(numel, device=where)
+    address, total = earlier.data_ptr(), earlier.fill_(7.0).sum()
+    del earlier
+    stream = TileStream(memory, where, Buffers(4 * numel, 1))
+    stream.begin()
+    place = stream.bring(states)
+    stream.arrive()
+    assert place.data_ptr() == address
+    assert (place.sum().item(), total.item()) == (3.0 * numel, 7.0 * numel)
+    stream.close()
+    memory.close()
+    arena.close()
 
 
 def test_what_stays_on_the_device_is_not_sent(sim: ModuleType, tmp_path: Path) -> None:
