@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 from twins import batch, seeded
 
 import tiermem
-from tiermem import OffloadPolicy, Tier
+from tiermem import OffloadPolicy, Tier, checkpoint
 
 TIMEOUT_S = 6.0
 _LAST = 3  # the step in which the rank goes
@@ -56,8 +57,19 @@ def go(folder: Path, how: str, model: Straying) -> None:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
 
+class Asked:
+    """A schedule that does something when a save asks for its state."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def state_dict(self) -> dict[str, int]:
+        self._act()
+        return {"at": 1}
+
+
 def train(folder: Path, where: str, how: str, phase: str) -> None:
-    """Trains for ever; a rank with a `how` goes in a phase of the last step."""
+    """Trains for ever; a rank with a `how` goes in a phase of the last step, which every rank saves if it is "save"."""
     model = seeded(Straying)
     policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, timeout_s=TIMEOUT_S, persistence_numel=50)
     step = 0
@@ -81,6 +93,8 @@ def train(folder: Path, where: str, how: str, phase: str) -> None:
             optim.step()
             optim.zero_grad()
             loss.item()
+            if phase == "save" and step == _LAST:
+                checkpoint.save(shards, optim, folder / "saved", scheduler=Asked(lambda: go_in("save")))
             if step == _LAST - 1:
                 time.sleep(1.5)  # every rank has been heard
                 (folder / f"at-{dist.get_rank()}").touch()

@@ -20,13 +20,13 @@ from accelerator.fixture import WHY_SKIPPED
 
 SCRIPT = Path(__file__).parent / "silent_ranks.py"
 TIMEOUT_S = 6.0
-FEW = ["gloo, 0 of 2 stopped in forward", "simccl, 0 of 2 stopped in backward", "simccl, 1 of 2 killed in step"]
+FEW = ["gloo, 0 of 2 stopped in forward", "simccl, 0 of 2 stopped in backward", "simccl, 1 of 2 killed in save"]
 MANY = [
     f"{backend}, {who} of {world} {how} in {phase}"
     for backend in ("gloo", "simccl")
     for who, world in ((1, 2), (2, 4), (0, 4))
     for how in ("killed", "stopped", "exits")
-    for phase in ("forward", "backward", "step")
+    for phase in ("forward", "backward", "step", "save")
 ]
 
 
