@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +119,8 @@ def test_a_step_that_was_interrupted_after_it_was_counted_leaves_a_torn_model(
     interrupt(monkeypatch, *place, run.optim.step)
     run.optim.zero_grad()
     param = next(run.model.parameters())
-    for call in (run.backward, run.optim.step, lambda: run.shards.replace(param, torch.zeros(64, 64))):
+    replace = functools.partial(run.shards.replace, param, torch.zeros(64, 64))
+    for call in (run.backward, run.optim.step, replace, run.model.state_dict, run.optim.state_dict):
         with pytest.raises(RuntimeError, match=r"half-way.*open a checkpoint that is whole, or close it"):
             call()
     run.shards.close()
@@ -158,6 +160,32 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, act: Call
         patch.setattr(owner, name, stop)
         with pytest.raises(KeyboardInterrupt):
             act()
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("tier", [Tier.NVME, Tier.HOST])
+def test_a_gather_whose_end_was_interrupted_shows_no_old_weight(tier: Tier, is_written: bool, tmp_path: Path) -> None:
+    run = Run(tmp_path, tier)
+    run.train(2)
+    params = list(run.model.parameters())
+    left = tiermem.zero.GatheredParameters(params, modifier_rank=0 if is_written else None)
+    left.__enter__()  # an interrupt comes before the first statement of its __exit__
+    run.train(2)
+    with tiermem.zero.GatheredParameters(params, modifier_rank=0):
+        shown = [param.detach().clone() for param in params]
+    due = undisturbed(tmp_path, tier, 4)
+    assert is_equal(shown, due) and is_equal(run.weights(), due)
+
+
+def test_what_is_written_before_a_step_in_its_own_context_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, Tier.NVME)
+    with (
+        pytest.raises(RuntimeError, match="a step or a load in this context has ended the gather"),
+        tiermem.zero.GatheredParameters(list(run.model.parameters()), modifier_rank=0),
+    ):
+        run.train()
+    run.train()
+    assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 2))
 
 
 def test_a_backward_that_was_interrupted_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

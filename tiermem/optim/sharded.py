@@ -79,6 +79,7 @@ class ShardedModel:
         shards.check_may_change(is_step=True)
         shards.steps.check_loaded()
         trainable = [live for live in shards.units if live.unit.is_trainable]
+        shards.end_gathers(trainable)
         with shards.store.recorder.span("step", "step"):
             if shards.policy.step_in_backward:
                 if scale != 1.0 or max_norm:
@@ -114,6 +115,7 @@ class ShardedModel:
 
     def export(self, shard: Shard, rule: Rule) -> State:
         """The entry of a parameter: its step, moments and master, whole, fp32. Collective; blocks; raises OSError."""
+        self._shards.check_whole()
         found: State = {STEP: torch.tensor(float(shard.num_steps))}
         moments = rule.moments if shard.num_steps or shard.has_moments else ()
         for name in (*moments, MASTER) if self.tiles.keeps_master(shard) else moments:
@@ -170,6 +172,7 @@ class ShardedModel:
         shards = self._shards
         if any(self.is_refused(each) for each in shards.homes.sums_of_squares(live.unit.shards)):
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
+        shards.end_gathers([live])
         shards.prefetcher.outdate(live)
         with shards.steps.changing_all():
             self._count_steps(live)

@@ -102,7 +102,8 @@ class GatheredParameters:
         fwd_module: a module that will use the parameters in its forward; they are registered with it as external ones.
         enabled: False makes the context do nothing.
 
-    A parameter that an outer context has gathered stays gathered until the outer context ends. Raises RuntimeError on entering
+    A parameter that an outer context has gathered stays gathered until the outer context ends. A step, and opening a
+    checkpoint, end each gather: also one that an interrupt at the end of its context has left. Raises RuntimeError on entering
     when this context has a modifier rank and an outer one holds a parameter; ValueError for a rank that does not exist.
     """
 
@@ -154,6 +155,10 @@ class GatheredParameters:
                 self._give_back()
 
     def _write(self, rank: int) -> None:
+        if not all(registry.is_gathered(param) for param, _, _ in self._taken):
+            raise RuntimeError(
+                "a step or a load in this context has ended the gather, so that what was written is dropped: write after it"
+            )
         values = [p.detach().clone() if _is_regathered(p, owner) else p.detach() for p, owner, _ in self._taken]
         for (param, owner, _), value in zip(self._taken, values, strict=True):
             value = value.contiguous()
@@ -162,7 +167,8 @@ class GatheredParameters:
 
     def _refuse_changes(self) -> None:
         for owner in {id(k): k for _, k, _ in self._taken}.values():
-            changed = [p for p, k, version in self._taken if k is owner and p._version != version]
+            mine = [(p, version) for p, k, version in self._taken if k is owner and registry.is_gathered(p)]
+            changed = [p for p, version in mine if p._version != version]
             device = owner.device if isinstance(owner, Shards) else "cpu"
             sums = torch.tensor([float(len(changed))], dtype=torch.float64, device=device)
             num_changed = int(total(owner.topology, sums, "world").item())
@@ -176,8 +182,8 @@ class GatheredParameters:
     def _give_back(self) -> None:
         while self._taken:
             param, owner, _ = self._taken[-1]
-            registry.set_gathered(param, False)
             owner.put_back(param)
+            registry.set_gathered(param, False)
             self._taken.pop()
 
 

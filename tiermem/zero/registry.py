@@ -46,7 +46,7 @@ def set_gathered(param: nn.Parameter, is_gathered: bool) -> None:
 
 def is_gathered(param: nn.Parameter) -> bool:
     """Whether a GatheredParameters context holds a parameter's values."""
-    return param in _gathered
+    return len(_gathered) > 0 and param in _gathered
 
 
 def owner_of(param: nn.Parameter) -> Any | None:

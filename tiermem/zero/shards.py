@@ -186,6 +186,12 @@ class Shards:
             return live.memory.views[live.unit.shards.index(shard)].detach().to("cpu", live.unit.dtype, copy=True)
         return self.values.assemble(shard, self.local_weight(param)).view(shard.shape)
 
+    def _saved(self, param: nn.Parameter) -> torch.Tensor:
+        """Its `weight`. Raises RuntimeError if the model is torn."""
+        value = self.weight(param)
+        self.steps.check_whole()
+        return value
+
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements. Blocks."""
         live, shard = self.find(param)
@@ -441,6 +447,17 @@ class Shards:
         live.put_back(live.unit.shards.index(shard))
         self.prefetcher.is_torn = was_torn
 
+    def end_gathers(self, units: Sequence[LiveUnit]) -> None:
+        """Ends each `take_out` before weights change, since its copy would be an old one.
+
+        An interrupt at the end of a GatheredParameters block has left it, or the block still lasts.
+        """
+        for live in units:
+            for param in (shard.param for shard in live.unit.shards):
+                if registry.is_gathered(param):
+                    self.put_back(param)
+                    registry.set_gathered(param, False)
+
     def drop_head_start(self, is_collective: bool = True) -> None:
         """Drops states read ahead for the next step, because they are about to change. Blocks until reads have stopped."""
         self.check_may_change(is_collective)
@@ -660,7 +677,7 @@ class Shards:
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += widen_inputs(self.model, {u.dtype for u in units if u.is_widened})
-        self._handles += StateDicts(self.weight, self.replace).watch(self.model)
+        self._handles += StateDicts(self._saved, self.replace).watch(self.model)
         self._take_charge()
 
     def _take_charge(self) -> None:

@@ -257,6 +257,7 @@ def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> Non
     filling = Filling(source, fitted.params, shards.workers, wants)
     shards.steps.abandon()
     shards.check_may_change()
+    shards.end_gathers(shards.units)
     with shards.steps.changing_all():
         shards.prefetcher.empty()
         everywhere(shards.topology, "restoring its part", lambda: _put(shards, source, fitted, wants, filling))
