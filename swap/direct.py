@@ -11,7 +11,6 @@ Transfers are aligned to ALIGNMENT. A file system that does not support O_DIRECT
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -21,7 +20,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.swap.durable import closing, create, opened
+from tiermem.swap.durable import Owned, create, opened
 from tiermem.swap.errors import remedy
 from tiermem.swap.tier import ALIGNMENT
 
@@ -36,17 +35,13 @@ def open_direct(file: Path, flags: int) -> tuple[int, str]:
     Raises OSError; the caller closes it.
     """
     try:
-        fd = os.open(file, flags | os.O_DIRECT)
+        own = Owned([os.open(file, flags | os.O_DIRECT)])
     except OSError:
         return os.open(file, flags), "it takes no O_DIRECT"  # or raises what is wrong beside that
-    try:
-        why = why_buffered(fd)
-        if why:
-            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-        return fd, why
-    except BaseException:
-        os.close(fd)
-        raise
+    why = why_buffered(own[0])
+    if why:
+        fcntl.fcntl(own[0], fcntl.F_SETFL, fcntl.fcntl(own[0], fcntl.F_GETFL) & ~os.O_DIRECT)
+    return own.pop(), why
 
 
 def open_unnamed(folder: Path) -> tuple[int, str]:
@@ -56,20 +51,17 @@ def open_unnamed(folder: Path) -> tuple[int, str]:
     """
     name = None
     try:
-        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+        own = Owned([os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)])
     except OSError:
         name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
-        fd = create(name, mode=0o600)
-    with contextlib.ExitStack() as undo:
-        try:
-            with closing(fd):
-                found = open_direct(name or Path(f"/proc/self/fd/{fd}"), os.O_RDWR)
-                undo.callback(os.close, found[0])
-        finally:
-            if name is not None:
-                name.unlink()
-        undo.pop_all()
-    return found
+        own = Owned([create(name, mode=0o600)])
+    try:
+        found, why = open_direct(name or Path(f"/proc/self/fd/{own[0]}"), os.O_RDWR)
+        own.append(found)
+    finally:
+        if name is not None:
+            name.unlink()
+    return own.pop(), why
 
 
 def preallocate(fd: int, start: int, num_bytes: int) -> None:
@@ -120,7 +112,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
     For files that other libraries write there, whose own errors say less.
     """
-    with closing(open_unnamed(folder)[0]) as fd:
+    with Owned([open_unnamed(folder)[0]]) as fd:
         take_room(fd, 0, num_bytes, folder)
 
 

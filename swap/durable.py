@@ -92,19 +92,16 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, follows: bool = False) ->
 
     Raises OSError that names the path: ELOOP for a link, EINVAL for a FIFO, a device or a socket, EISDIR for a folder.
     """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
     with named(path):
         try:
-            fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW), 0o600)
+            opened = Owned([os.open(path, flags, 0o600)])
         except OSError as error:
             if error.errno == errno.ELOOP and path.is_symlink():
                 raise OSError(errno.ELOOP, "is a symbolic link where a regular file is due") from None
             raise
-        try:
-            check_regular(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-    return fd
+        check_regular(opened[0])
+    return opened.pop()
 
 
 def check_regular(fd: int) -> None:
@@ -135,11 +132,30 @@ def read_file(path: Path, most_bytes: int, follows: bool = False) -> bytes:
         return file.read(min(os.fstat(file.fileno()).st_size, most_bytes) + 1)  # it takes this much memory at once
 
 
+class Owned(list[int]):
+    """Descriptors that are closed once: at the end of a `with` block, which gets the first, or when this object is gone.
+
+    `Owned([os.open(...)])` is one expression of C: an interrupt at a later line finds the owner.
+    """
+
+    def __enter__(self) -> int:
+        return self[0]
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes them; a second call does nothing. Raises OSError."""
+        while self:
+            os.close(self.pop())
+
+    __del__ = close
+
+
 class NewFile:
     """A file in the making: `sync` makes its bytes durable, `place` gives it the name `path`, `close` removes it before that.
 
     Attributes:
-        fd: open for reading and writing; `close` closes it.
         name: the random one. Its process holds a flock on the file while it writes.
 
     Raises OSError that names the path.
@@ -149,19 +165,23 @@ class NewFile:
         self.path = path
         self.name = path.with_name(f"{secrets.token_hex(6)}.{path.name[:200]}{NEW_SUFFIX}")
         self._is_placed = False
-        with named(path), contextlib.ExitStack() as undo:
-            self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            undo.callback(os.close, self._folder)
-            self.fd = create(self.name, self._folder)
+        self._own, self._own_folder = Owned(), Owned()
+        with named(path):
+            self._own_folder.append(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self._own.append(create(self.name, self._own_folder[0]))
             with contextlib.suppress(OSError):  # without locks no save removes unfinished files
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            undo.pop_all()
 
     def __enter__(self) -> NewFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor, open for reading and writing until `close`."""
+        return self._own[0]
 
     @property
     def by_descriptor(self) -> Path:
@@ -175,25 +195,21 @@ class NewFile:
     def place(self) -> None:
         """Renames it, in place of what has the name; not synced: see `sync_names`. Raises OSError."""
         with named(self.path), step("rename", self.path):
-            os.rename(self.name.name, self.path.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            os.rename(self.name.name, self.path.name, src_dir_fd=self._own_folder[0], dst_dir_fd=self._own_folder[0])
         self._is_placed = True
 
     def sync_names(self) -> None:
         """Blocks until the names in its folder are on the disk. Raises OSError."""
-        _sync_names(self._folder, self.path.parent)
+        _sync_names(self._own_folder[0], self.path.parent)
 
     def close(self) -> None:
         """Removes the file unless it has been placed. Never raises OSError; calling it twice does nothing."""
-        if self.fd < 0:
-            return
-        fd, self.fd = self.fd, -1
         with contextlib.suppress(OSError):
-            os.close(fd)
-        if not self._is_placed:
+            if self._own and not self._is_placed:
+                os.unlink(self.name.name, dir_fd=self._own_folder[0])
+        for own in (self._own, self._own_folder):
             with contextlib.suppress(OSError):
-                os.unlink(self.name.name, dir_fd=self._folder)
-        with contextlib.suppress(OSError):
-            os.close(self._folder)
+                own.close()
 
 
 def create(path: Path, folder: int | None = None, flags: int = 0, mode: int = 0o666) -> int:
@@ -247,29 +263,13 @@ def sync(fd: int, name: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Blocks until the names in a folder are on the disk. Raises OSError that names it."""
-    with named(folder):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with named(folder), opened(folder) as fd:
         _sync_names(fd, folder)
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
 
 
-@contextlib.contextmanager
-def opened(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Iterator[int]:
-    """Opens a folder, or with other flags a file, for the block, which gets the descriptor. Raises OSError."""
-    with closing(os.open(path, flags | os.O_CLOEXEC, 0o600)) as fd:
-        yield fd
-
-
-@contextlib.contextmanager
-def closing(fd: int) -> Iterator[int]:
-    """Closes a descriptor at the end of the block, which gets it. Raises OSError."""
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def opened(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Owned:
+    """Opens a folder, or with other flags a file, for a `with` block, which gets the descriptor. Raises OSError."""
+    return Owned([os.open(path, flags | os.O_CLOEXEC, 0o600)])
 
 
 def rename(old: Path, new: Path) -> None:

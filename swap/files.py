@@ -45,18 +45,24 @@ class Segment:
         self.max_bytes = None if path.max_bytes is None else path.max_bytes // ALIGNMENT * ALIGNMENT
         self.used_bytes = 0
         self.size_bytes = 0  # of the file
-        self.fd = -1
+        self._own = durable.Owned()
         self._free = FreeRanges()
         self._has_lasting_name = False  # the folders above the file have been synced
         self._has_dropped_pages = False  # a sync of a file that is used buffered has failed
-        self._folder = RunFolder.new(path.path, run)
-        self.folder = self._folder.folder
-        self.file = self.folder / SEGMENT
+        self._folder: RunFolder | None = None
         try:
-            self.fd = self._folder.make(SEGMENT, os.O_DIRECT if self.facts.is_direct else 0)
+            self._folder = RunFolder.new(path.path, run)
+            self.folder = self._folder.folder
+            self.file = self.folder / SEGMENT
+            self._own.append(self._folder.make(SEGMENT, os.O_DIRECT if self.facts.is_direct else 0))
         except BaseException:
-            self._folder.close(keep=False)
+            self.close(keep=False)
             raise
+
+    @property
+    def fd(self) -> int:
+        """The file's descriptor until `close`, then -1."""
+        return self._own[0] if self._own else -1
 
     @property
     def room_bytes(self) -> int | None:
@@ -145,14 +151,14 @@ class Segment:
 
     def close(self, keep: bool) -> None:
         """Closes the file and removes the lock file; with `keep` gives free space back, else removes file and folder."""
-        fd, self.fd, self.used_bytes = self.fd, -1, 0
+        self.used_bytes = 0
         try:
-            if keep and fd >= 0:
-                self._shrink(fd)
-            self._folder.close(keep)
+            if keep and self._own:
+                self._shrink(self.fd)
+            if self._folder is not None:
+                self._folder.close(keep)
         finally:
-            if fd >= 0:
-                os.close(fd)
+            self._own.close()
 
     def _grow(self, missing: int, most_growth: int) -> None:
         more = min(round_up(missing, GROWTH_BYTES), most_growth)
@@ -219,13 +225,14 @@ class Files:
         self._limit_bytes = limit_bytes
         self.segments: list[Segment] = []
         self.weights = [each.weight or 1.0 for each in known]
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close, keep=False)
+        try:
             for each in known:
                 report_dead_runs(each.path)
                 self.segments.append(Segment(each, self.run))
-            undo.pop_all()
-        self._warn_once()
+            self._warn_once()
+        except BaseException:
+            self.close(keep=False)
+            raise
 
     def allocate(self, num_bytes: int, near: int | None = None) -> Extent:
         """Allocates an extent of at least num_bytes, on the path with the fewest bytes per weight that has space.

@@ -263,12 +263,17 @@ class Queue:
             not io.overlap_events
         )
         queue, chosen, why = ffi.new("tm_queue **"), ffi.new("int32_t *"), ffi.new("char[]", 2048)
-        code = lib.tm_queue_open(options, queue, chosen, why, 2048)
-        self.why = ffi.string(why).decode(errors="replace")
-        if code < 0:
-            raise OSError(-code, f"no I/O queue (engine {io.engine!r}): {os.strerror(-code)}; {self.why}")
-        self._queue = queue[0]
-        self.engine = _ENGINE_NAMES[chosen[0]]
+        try:
+            code = lib.tm_queue_open(options, queue, chosen, why, 2048)
+            self.why = ffi.string(why).decode(errors="replace")
+            if code < 0:
+                raise OSError(-code, f"no I/O queue (engine {io.engine!r}): {os.strerror(-code)}; {self.why}")
+            self.engine = _ENGINE_NAMES[chosen[0]]
+            self._queue = queue[0]
+        except BaseException:
+            if queue[0] != ffi.NULL:
+                lib.tm_queue_close(queue[0])
+            raise
 
     def new_tag(self) -> int:
         """A tag that no transfer has."""

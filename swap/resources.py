@@ -37,23 +37,30 @@ class Resources:
         faults: Sequence[Fault],
         recorder: Recorder,
     ) -> None:
-        with contextlib.ExitStack() as unless_opened:
-            self.arena, known = Arena(host_bytes, link_bytes), as_paths(paths)
-            unless_opened.callback(self.arena.close)
-            self.files = Files(known, disk_bytes, run)
-            unless_opened.callback(self.files.close, keep=False)
-            self.files.reweigh(weigh(known, io))  # after Files has checked the folders
-            unless_opened.pop_all()
+        self.is_closed = True  # nothing is open yet
+        self._owner = os.getpid()
         self.open_queues: Queues | None = None
         self.programs: list[TileProgram] = []  # they use the queues and the arena
         self.registered: list[ByteRange] = []  # of the arena, registered with the queues
-        self.is_closed = False
         self.keeps_files = False
-        self._owner = os.getpid()
+        self.files = Files(())
+        self.arena, known = Arena(host_bytes, link_bytes), as_paths(paths)
+        self.is_closed = False
+        try:
+            self.files = Files(known, disk_bytes, run)
+            self.files.reweigh(weigh(known, io))  # after Files has checked the folders
+        except BaseException:
+            self.close()
+            raise
         self._io = io
         self._faults = tuple(faults)
         self._recorder = recorder
         self._past = [add_counters([]) for _ in self.files.segments]  # counters of closed queues, per path
+
+    def __del__(self) -> None:
+        """Closes them, if an interrupt came before their store could."""
+        if not self.is_closed and os.getpid() == self._owner:
+            self.close()
 
     def check_usable(self) -> None:
         """Raises RuntimeError after `close`, and in a forked child."""

@@ -153,20 +153,20 @@ def _lock(folder: Path) -> int:
     """
     new = folder / _NEW_LOCK
     new.unlink(missing_ok=True)  # left by a process that was killed at this point
-    fd = durable.create(new, mode=0o600)
     try:
+        own = durable.Owned([durable.create(new, mode=0o600)])
+        fd = own[0]
         with durable.named(new):
             fcntl.flock(fd, fcntl.LOCK_EX)  # at most `is_live` of another process holds it, for a moment
             durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
         durable.rename(new, folder / LOCK)
     except BaseException:
-        os.close(fd)
         new.unlink(missing_ok=True)
         raise
-    return fd
+    return own.pop()
 
 
-def _take_over(folder: Path) -> tuple[int, int]:
+def _take_over(folder: Path) -> durable.Owned:
     """Locks the folder of a run that was closed or killed; a warning names a killed owner.
 
     Returns the descriptors of the lock file and of the folder. Raises OSError: EBUSY when the run lives, or may live on
@@ -175,7 +175,7 @@ def _take_over(folder: Path) -> tuple[int, int]:
     while True:
         owner = None  # of an empty file: there was none, or its run was killed before it wrote it
         with contextlib.ExitStack() as undo:
-            with durable.closing(durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)) as old:
+            with durable.Owned([durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)]) as old:
                 _hold(old, folder)
                 if not leads_to(folder / LOCK, old):  # another process took it over and has ended since: try again
                     continue
@@ -184,15 +184,13 @@ def _take_over(folder: Path) -> tuple[int, int]:
                     _check_host(folder, owner)
                 else:
                     undo.callback((folder / LOCK).unlink, missing_ok=True)
-                folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                undo.callback(os.close, folder_fd)
-                _flock_folder(folder_fd, folder, fcntl.LOCK_EX)
-                fd = _lock(folder)
-                undo.callback(os.close, fd)
+                own = durable.Owned([os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)])
+                _flock_folder(own[0], folder, fcntl.LOCK_EX)
+                own.insert(0, _lock(folder))
             undo.pop_all()
         if owner is not None:
             logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, owner)
-        return fd, folder_fd
+        return own
 
 
 def _hold(fd: int, folder: Path) -> None:
@@ -239,10 +237,10 @@ def _check_host(folder: Path, owner: Owner) -> None:
 def is_held(file: Path) -> bool:
     """Whether a process holds the lock of a file; False for what cannot be opened or is no file."""
     try:
-        fd = durable.open_regular(file)
+        own = durable.Owned([durable.open_regular(file)])
     except OSError:  # none, another user's, or no lock
         return False
-    with open(fd, "rb"):
+    with own as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
@@ -322,10 +320,9 @@ class RunName(NamedTuple):
 class RunFolder:
     """A folder whose lock this process holds: a new one (`new`), or one that an earlier run left (`claim`)."""
 
-    def __init__(self, folder: Path, fd: int, folder_fd: int = -1) -> None:
+    def __init__(self, folder: Path, own: durable.Owned) -> None:
         self.folder = folder
-        self._fd = fd  # of the lock file
-        self._folder_fd = folder_fd  # of a folder that was taken over: its flock keeps others from sharing it
+        self._own = own  # of the lock file, and of a folder that was taken over: its flock keeps others from sharing it
         self._pid = os.getpid()
         self._made: list[str] = []  # files that this object made
         call_in_child(self, RunFolder._unlock)
@@ -334,14 +331,17 @@ class RunFolder:
     def new(cls, path: Path, run: RunName) -> RunFolder:
         """Makes a run's folder in an existing, writable folder. Raises OSError; then the new folder is removed."""
         folder = path / run.folder_name
-        with durable.step("folder", folder):
-            folder.mkdir(mode=0o700)
         try:
-            return cls(folder, _lock(folder))
+            with durable.step("folder", folder):
+                folder.mkdir(mode=0o700)
+            return cls(folder, durable.Owned([_lock(folder)]))
+        except FileExistsError:
+            raise
         except BaseException:  # an interrupt may come when the lock file is there
             for name in (_NEW_LOCK, LOCK):
                 (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
+            with contextlib.suppress(FileNotFoundError):
+                folder.rmdir()
             raise
 
     @classmethod
@@ -353,16 +353,15 @@ class RunFolder:
         is_left = any((folder / name).exists() for name in (LOCK, SEGMENT)) or is_stillborn(folder)
         if RunName.of(folder) is None or not is_left:
             raise FileNotFoundError(errno.ENOENT, "this is no folder that a run has left", str(folder))
-        return cls(folder, *_take_over(folder))
+        return cls(folder, _take_over(folder))
 
     def make(self, name: str, flags: int) -> int:
         """Makes a new file, open for reading and writing with `flags`. Returns its descriptor, which the caller closes.
 
         Raises OSError.
         """
-        fd = durable.create(self.folder / name, flags=flags, mode=0o600)
         self._made.append(name)
-        return fd
+        return durable.create(self.folder / name, flags=flags, mode=0o600)
 
     def close(self, keep: bool) -> None:
         """Removes the lock file; without `keep` also removes the files that runs make, and the folder.
@@ -370,7 +369,7 @@ class RunFolder:
         Never raises OSError: a warning names files that cannot be removed and files that were missing already. Does nothing
         in a forked child.
         """
-        if self._fd < 0 or os.getpid() != self._pid:
+        if not self._own or os.getpid() != self._pid:
             return
         if not keep:
             _remove_made(self.folder, self._made)
@@ -382,11 +381,9 @@ class RunFolder:
             _remove_folder(self.folder)
 
     def _unlock(self) -> None:
-        fds, self._fd, self._folder_fd = (self._fd, self._folder_fd), -1, -1
-        for fd in fds:
-            if fd >= 0:
-                with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
-                    os.close(fd)
+        while self._own:
+            with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
+                self._own.close()
 
 
 def remove_dead_runs(path: Path, pid: int) -> list[str]:

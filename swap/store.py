@@ -111,11 +111,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self._lock = threading.RLock()  # guards the entries and everything above
         self._owner = os.getpid()
         settings = io or IoSettings()
+        self._no_queues = Queues({}, settings, recorder=self.recorder)  # for moves without transfers
         self._held = Resources(paths, host_bytes, disk_bytes, self.run, settings, link_bytes, faults, self.recorder)
+        self._finalizer = weakref.finalize(self, self._held.close)  # for a program that drops the store without `close`
         self.arena, self._files, self.programs = self._held.arena, self._held.files, self._held.programs
         self.plans = Plans(self._entries, self.sums, self._held, self._lock)
-        self._no_queues = Queues({}, settings, recorder=self.recorder)  # for moves without transfers
-        self._finalizer = weakref.finalize(self, self._held.close)  # for a program that drops the store without `close`
         call_in_child(self, lambda store: store._finalizer.detach())
 
     def __exit__(self, *_: object) -> None:

@@ -116,18 +116,15 @@ class ReadFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fd, _ = open_direct(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            with durable.named(path):
-                durable.check_regular(self.fd)
-            self.num_bytes = os.fstat(self.fd).st_size
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self._own = durable.Owned([open_direct(path, os.O_RDONLY | os.O_NONBLOCK)[0]])
+        self.fd = self._own[0]
+        with durable.named(path):
+            durable.check_regular(self.fd)
+        self.num_bytes = os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Closes it; once."""
-        os.close(self.fd)
+        """Closes it; a second call does nothing."""
+        self._own.close()
 
     def check(self, start: int, stop: int) -> None:
         """Raises OSError (ENODATA) when bytes [start, stop) extend past the end of the file."""
@@ -392,9 +389,9 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         self._closing: contextlib.ExitStack | None = None
         with contextlib.ExitStack() as opened:
             with durable.named(self.path):
-                made = durable.create(self.path)
+                own = durable.Owned([durable.create(self.path)])
             opened.callback(self.path.unlink, missing_ok=True)
-            with durable.closing(made):
+            with own as made:
                 self._fd, _ = open_direct(Path(f"/proc/self/fd/{made}"), os.O_RDWR)
             closing = contextlib.ExitStack()
             opened.push(closing)

@@ -164,3 +164,24 @@ def test_nobody_is_told_after_the_watch_is_over(tmp_path: Path) -> None:
     assert not durable.is_watched()
     durable.write_file(tmp_path / "x", b"1")
     assert seen == []
+
+
+def test_a_descriptor_is_closed_once_when_its_owner_is_gone(tmp_path: Path) -> None:
+    own = durable.opened(tmp_path)
+    fd = own[0]
+    with own as given:
+        assert given == fd
+    own.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    lost = durable.opened(tmp_path)
+    again = lost[0]
+    del lost  # as an exception does whose traceback is gone
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(again)
+
+
+def test_a_new_file_that_nothing_closes_leaves_no_descriptor(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    durable.NewFile(tmp_path / "file")
+    assert os.listdir("/proc/self/fd") == before

@@ -121,13 +121,13 @@ def take_room(path: Path, extents: Sequence[Extent]) -> None:
     if not extents:
         return
     start, stop = extents[0].place, extents[-1].place + extents[-1].num_bytes
-    with durable.closing(durable.open_regular(path, os.O_RDWR)) as fd:
+    with durable.Owned([durable.open_regular(path, os.O_RDWR)]) as fd:
         direct.take_room(fd, start, stop - start, path)
 
 
 def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: Pace) -> None:
     """Copies extents of the sources into an existing file and syncs it. Blocks, without the GIL. Raises OSError."""
-    with durable.closing(open_direct(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)[0]) as target:
+    with durable.Owned([open_direct(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)[0]]) as target:
         with mmap.mmap(-1, _STEP_BYTES) as buffer:  # page-aligned, as O_DIRECT requires
             for number, source in enumerate(sources):
                 due = [each for each in extents if each.file == number]
@@ -137,7 +137,7 @@ def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: P
 
 
 def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path, pace: Pace, buffer: mmap.mmap) -> None:
-    with durable.closing(open_direct(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)[0]) as fd:
+    with durable.Owned([open_direct(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)[0]]) as fd:
         ways = [_clone] if is_of_one_host(path.parent) else [_clone, _copy_range]
         ways.append(functools.partial(_read_and_write, buffer))
         end = os.fstat(fd).st_size

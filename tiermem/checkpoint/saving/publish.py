@@ -149,21 +149,19 @@ class SavingInto:
     """
 
     def __init__(self, folder: Path, undo: contextlib.ExitStack) -> None:
-        self._fd = -1
-        while self._fd < 0:  # repeat if another save has just removed the folder
+        self._own = durable.Owned()
+        while not self._own:  # repeat if another save has just removed the folder
             make_folder(folder, undo)
             with contextlib.suppress(FileNotFoundError), durable.named(folder):
-                self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._own.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
                 with contextlib.suppress(OSError):  # without locks no save removes unfinished files
-                    fcntl.flock(self._fd, fcntl.LOCK_SH)
-                if not leads_to(folder, self._fd):
+                    fcntl.flock(self._own[0], fcntl.LOCK_SH)
+                if not leads_to(folder, self._own[0]):
                     self.close()
 
     def close(self) -> None:
         """Releases the lock. Calling it twice does nothing."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._own.close()
 
 
 def publish(content: Content, manifest: Manifest, path: Path, told: Sequence[Any], undo: contextlib.ExitStack) -> None:
