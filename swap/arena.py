@@ -120,7 +120,7 @@ class Arena:
         self._locks: list[PageLock] = []
         self._locked_bytes = 0  # of the link slab, from its start
         self._is_closed = False
-        self._lock = threading.Lock()  # guards everything above
+        self._lock = threading.RLock()  # guards everything above; an interrupt may leave it to this thread
         self._owner = os.getpid()
 
     @property

@@ -50,7 +50,7 @@ class DeviceMemory:
         self._kinds_away: set[str] = set()
         self._away: list[tuple[_Slab, torch.Tensor | None]] = []  # what has left, each with its bytes in HOST memory
         self._arena: Arena | None = None  # has those bytes
-        self._lock = threading.Lock()  # guards everything above
+        self._lock = threading.RLock()  # guards everything above; an interrupt may leave it to this thread
 
     def reserve(self, name: str, num_bytes: int) -> None:
         """Announces a slot of the kind of this name: the next slab of the kind has room for it. Allocates nothing."""

@@ -118,8 +118,7 @@ class Program(Generic[T]):
             else:
                 self._give_slots_back()
         except BaseException:
-            self._begun.clear()
-            self._give_slots_back()
+            self.drop()  # native code may have begun before an interrupt
             raise
 
     def drop(self) -> None:

@@ -1028,3 +1028,26 @@ def test_a_tentative_run_that_fails_says_so_and_changes_nothing(
     program.run(names, Momentum(store, workers))
     check(store, names, [1] * 8, workers)
     program.close()
+
+
+def test_an_interrupt_when_reads_have_begun_ends_them(
+    make_store: Callable[..., TensorStore], workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store()
+    names, pool = put(store, 4), Pool(store.arena, TILE_BYTES, 2, "tiles")
+    program: Program[str] = Program(store, pool, workers)
+    begin = TileProgram.begin
+
+    def begin_and_interrupt(*given: Any) -> None:
+        begin(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TileProgram, "begin", begin_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program.begin(names, Momentum(store, workers))
+    assert num_free(pool) == 2
+    program.begin(names, Momentum(store, workers))
+    program.run(names, Momentum(store, workers))
+    check(store, names, [1] * 4, workers)
+    program.close()
