@@ -297,6 +297,8 @@ def is_of(error: BaseException | None, tracer: Tracer) -> bool:
     while error is not None and seen < 20:
         if type(error) is type(tracer.raised):
             return True
+        if "interrupted here" in str(error):  # torch's load_state_dict makes a text of an exception
+            return True
         error, seen = error.__cause__ or error.__context__, seen + 1
     return False
 
@@ -317,6 +319,17 @@ def end_step(run: Run) -> None:
     """With step_in_backward: a backward that has ended has made its step. Raises RuntimeError after one that has not."""
     run.optim.step()
     run.optim.zero_grad()
+
+
+def go_on(run: Run) -> float:
+    """A step. After an interrupt between a backward that steps and its `step`, an error may say that the step was made."""
+    try:
+        return run.train()
+    except RuntimeError as error:
+        if not run.setting.in_backward or "the step was made: go on with the next one" not in str(error):
+            raise
+    run.optim.zero_grad()
+    return run.train()
 
 
 def again(run: Run, said: Said) -> None:
@@ -374,7 +387,7 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
                 with contextlib.suppress(RuntimeError):
                     end_step(run)
             for _ in range(num_steps):
-                losses.append(run.train())
+                losses.append(go_on(run))
             said(losses=[loss.hex() for loss in losses], digest=run.digest(), footprint=run.footprint())
     except RuntimeError as error:
         if not says_torn(error):

@@ -13,6 +13,12 @@ def test_some_interrupts_leave_a_run_that_goes_on_or_says_that_it_is_torn(tmp_pa
     assert totals_of("interrupts.py", tmp_path, *words)["cases"] == 24
 
 
+@pytest.mark.parametrize("setting", ["1", "5"])  # each with another place of states, an engine and a plain loop
+def test_ctrl_c_at_random_moments_leaves_a_notebook_that_trains_right_or_is_told(setting: str, tmp_path: Path) -> None:
+    words = ("--settings", setting, "--count", "12", "--seed", "3")
+    assert totals_of("notebook.py", tmp_path, *words)["cases"] == 12
+
+
 @pytest.mark.slow
 def test_counts_that_change_before_the_mark_are_noticed(tmp_path: Path) -> None:
     words = ("--sample", "40", "--settings", "0", "--parts", "train", "--functions", "ShardedModel.step")
@@ -25,3 +31,8 @@ def test_counts_that_change_before_the_mark_are_noticed(tmp_path: Path) -> None:
 def test_no_interrupt_leaves_a_run_that_is_silently_wrong(tmp_path: Path) -> None:
     found = totals_of("interrupts.py", tmp_path, "--seconds", "3300")
     assert found["cases"] > 1000
+
+
+@pytest.mark.soak
+def test_no_ctrl_c_leaves_a_notebook_that_is_silently_wrong(tmp_path: Path) -> None:
+    assert totals_of("notebook.py", tmp_path, "--count", "200")["cases"] > 2000
