@@ -12,10 +12,10 @@ import fork_server
 HERE = Path(__file__).parent
 
 
-def totals_of(script: str, folder: Path, *words: str) -> dict[str, Any]:
-    """What a script counted; TIERMEM_SOAK_TOTALS names a folder that keeps it."""
+def totals_of(script: str, folder: Path, *words: str, name: str = "") -> dict[str, Any]:
+    """What a script counted; TIERMEM_SOAK_TOTALS names a folder that keeps it, under a name."""
     keep = os.environ.get("TIERMEM_SOAK_TOTALS")
-    totals = (Path(keep) if keep else folder) / f"{Path(script).stem}.json"
+    totals = (Path(keep) if keep else folder) / f"{name or Path(script).stem}.json"
     done = fork_server.run([str(HERE / script), str(folder / "runs"), "--totals", str(totals), *words])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found: dict[str, Any] = json.loads(totals.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,12 @@ def test_counts_that_change_before_the_mark_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_no_interrupt_leaves_a_run_that_is_silently_wrong(tmp_path: Path) -> None:
-    found = totals_of("interrupts.py", tmp_path, "--seconds", "3300")
+@pytest.mark.parametrize("setting", range(12))
+def test_no_interrupt_leaves_a_run_that_is_silently_wrong(setting: int, tmp_path: Path) -> None:
+    """All settings take 50 minutes, and TIERMEM_SOAK_SEED chooses the order of cases: each seed goes through other ones."""
+    seed = os.environ.get("TIERMEM_SOAK_SEED", "1")
+    words = ("--settings", str(setting), "--seconds", "230", "--seed", seed)
+    found = totals_of("interrupts.py", tmp_path, *words, name=f"interrupts-{setting}-seed-{seed}")
     assert found["cases"] > 1000
 
 
