@@ -59,7 +59,7 @@ class Move:
         owns: objects that must stay alive until the end (slots, tensors); `wait` returns it.
         name: the name in events and errors.
         is_write: whether the transfers are writes.
-        on_end: called once with whether the bytes have arrived, before any `wait` returns.
+        on_end: called with whether the bytes have arrived, before any `wait` returns: once, and again after an interrupt.
         check: called once before on_end, if the bytes have arrived and the move is not cancelled. If it returns an error, the
             move fails with that error.
     """

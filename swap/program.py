@@ -569,8 +569,8 @@ class Program(Generic[T]):
 
     def _take_slots(self) -> Slot | None:
         """Takes every free buffer; returns the first of those that it has, or None."""
-        while self._pool is not None and (slot := self._pool.take()) is not None:
-            self._slots.append(slot)
+        if self._pool is not None:
+            self._slots.extend(iter(self._pool.take, None))  # no line between: an interrupt loses none
         return self._first_slot
 
     @property

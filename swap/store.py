@@ -471,15 +471,14 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             raise ValueError(f"{entry.name!r} needs a slot of {entry.padded_bytes} bytes; it has {into.num_bytes}")
         owns, queues = into is None, self.queues
         slot = into or self.arena.take(entry.padded_bytes, f"{entry.name!r}, being fetched,")
+        owned = [slot] if owns else []
 
         def came(arrived: bool) -> None:
             with self._lock:
-                if arrived:
-                    entry.arrive()
-                    return
-                entry.turn_back()
-                if owns:
-                    self.arena.give_back(slot)
+                if entry.coming is not None:  # a second call, after an interrupt, completes the first
+                    entry.arrive() if arrived else entry.turn_back()
+                while owned and not arrived:
+                    self.arena.give_back(owned.pop())
 
         try:
             data = slot.tensor[: entry.padded_bytes]
@@ -503,11 +502,14 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         slot, owns = entry.slot, entry.owns_slot
         assert slot is not None
 
+        owned = [slot] if owns else []
+
         def left(arrived: bool) -> None:
             with self._lock:
-                entry.end_leaving(arrived)
-                if owns:
-                    self.arena.give_back(slot)
+                if entry.state in (EntryState.LEAVING, EntryState.COMING):  # else a second call, after an interrupt
+                    entry.end_leaving(arrived)
+                while owned:
+                    self.arena.give_back(owned.pop())
 
         ranges = [(entry.name, 0, slot.tensor[: entry.padded_bytes])]
         move = self._write(ranges, slot, entry.name, BACKGROUND, self.sums.of_write(ranges), left)

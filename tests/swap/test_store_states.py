@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -319,3 +320,35 @@ def test_settle_raises_the_first_error_once_and_waits_for_all(make_store: MakeSt
         store.settle()
     assert all(move.is_done() for move in moves)
     store.settle()
+
+
+@pytest.mark.parametrize("owner", ["arrive", "give_back"], ids=["read", "write"])
+def test_an_interrupt_at_the_end_of_a_move_is_completed_by_the_next_wait(
+    make_store: MakeStore, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store()
+    store.put("a", torch.arange(4096.0), Tier.NVME)
+    store.settle()
+    carved = store.arena.carved_bytes
+    move = store.fetch("a")
+    if owner == "give_back":
+        move.wait()
+        leaving = store.release("a", dirty=True)
+        assert leaving is not None
+        move = leaving
+    at: Any = store._entries["a"] if owner == "arrive" else store.arena
+    act = getattr(at, owner)
+
+    def act_and_interrupt(*given: Any) -> None:
+        act(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(at, owner, act_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            move.wait()
+    move.wait()
+    assert torch.equal(store.fetch("a").wait(), torch.arange(4096.0))
+    store.release("a")
+    store.settle()
+    assert store.arena.carved_bytes == carved

@@ -16,6 +16,7 @@ another restore succeeds.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_work import Places
 from tiermem.optim.tiles import tiles_of
-from tiermem.swap.arena import PAGE_BYTES
+from tiermem.swap.arena import PAGE_BYTES, Slot
 from tiermem.swap.native import Workers, narrow_part
 from tiermem.swap.parts import Moment, Quantised
 from tiermem.zero.shards import Shards
@@ -290,15 +291,13 @@ def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: 
 @contextlib.contextmanager
 def _reading_ahead(shards: Shards, source: Source) -> Iterator[None]:
     """Lends some of the tile buffers to the source for prefetching, if they are large enough. Allocates no memory."""
-    pool, areas = shards.tile_pool, []
+    pool, lent = shards.tile_pool, list[Slot]()
     with contextlib.ExitStack() as returning:
         if pool is not None and pool.slot_bytes >= LEAST_AREA_BYTES:
-            for _ in range(pool.count // _LENT_OF):
-                slot = pool.take()
-                assert slot is not None  # no tile is in the buffers now
-                returning.callback(pool.give_back, slot)
-                areas.append(slot.tensor[: slot.num_bytes // PAGE_BYTES * PAGE_BYTES])
-        with source.lent(areas):
+            give_back = pool.give_back
+            returning.callback(lambda: [give_back(slot) for slot in lent])
+            lent.extend(itertools.islice(iter(pool.take, None), pool.count // _LENT_OF))
+        with source.lent([slot.tensor[: slot.num_bytes // PAGE_BYTES * PAGE_BYTES] for slot in lent]):
             yield
 
 
