@@ -294,6 +294,7 @@ class LiveUnit:
         self.num_users = 0
         self._become(UnitState.HOME)
         self._point()
+        self._changing = [param for index, param in enumerate(self._params) if index not in self._out]
         absent.rest(self._changing)
         for index in [each for each in self._out if not is_gathered(self._params[each])]:
             self.put_back(index)
@@ -480,13 +481,13 @@ class LiveUnit:
         if index not in self._out:
             return
         param = self._params[index]
+        self._out.remove(index)  # first: after an interrupt `reset` does the rest
         _point([param], [(self.memory.views if self._is_shown else self.memory.absent)[index]])
         self._see()
         self._mark([param])
         self._changing = [*(each for each in self._changing if each is not param), param]
         if not self.num_users:
             absent.rest([param])
-        self._out.remove(index)
 
     def part_with(self) -> None:
         """Makes the unit's parameters ordinary ones for good."""
