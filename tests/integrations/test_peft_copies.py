@@ -85,11 +85,12 @@ def test_an_adapted_model_is_the_plain_one(name: str, tmp_path: Path) -> None:
 SCRIPT = """
 import sys, peft, transformers as T
 zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
-T.TrainingArguments(
+args = T.TrainingArguments(  # which transformers remembers weakly
     sys.argv[1], per_device_train_batch_size=2, max_steps=1, report_to=[],
     deepspeed={"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero},
 )
 model = T.LlamaForSequenceClassification.from_pretrained(sys.argv[1])
+assert hasattr(model.score.weight, "ds_id")
 model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS"))
 print("trained:", sorted(name.split(".")[-2] for name, each in model.named_parameters() if each.requires_grad))
 """

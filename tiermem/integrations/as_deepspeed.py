@@ -25,7 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from tiermem.config.load import named_in_errors, read_raw
@@ -131,6 +133,26 @@ class Init(ZeroInit):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         init_distributed()
         super().__init__(*args, **kwargs)
+
+    def __exit__(self, kind: Any, *more: Any) -> None:
+        given = sys.modules.get("transformers.initialization")
+        if kind is None and given is not None and nn.init.uniform_ is not given.TORCH_INIT_FUNCTIONS["uniform_"]:
+            for module in list(self._seen):
+                _draw_parametrised(module)
+        super().__exit__(kind, *more)
+
+
+def _draw_parametrised(module: nn.Module) -> None:
+    """Gives a layer's computed weights the values that torch's layers begin with.
+
+    transformers' no_init_weights has left them undefined. It initialises what the files lack after the build, and then writes
+    to `layer.weight`, which is no parameter. The random state stays.
+    """
+    for name in getattr(module, "parametrizations", ()):
+        shown = getattr(module, name)
+        bound = max(shown[:1].numel(), 1) ** -0.5
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            setattr(module, name, torch.empty_like(shown).uniform_(-bound, bound))
 
 
 def _without_speed(params: Any) -> Any:

@@ -45,6 +45,7 @@ from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import Beside, save, wait
 from tiermem.config.load import is_json
 from tiermem.config.root import TiermemConfig
+from tiermem.engine.checkpoints import adapters_state, has_adapters
 from tiermem.engine.choice import OptimizerChoice, choose_optimizer, take_over
 from tiermem.engine.engine import cast_model
 from tiermem.engine.sharding import shard_for_passes
@@ -58,7 +59,6 @@ from tiermem.integrations.choice import (
     set_called_together,
     with_moments,
 )
-from tiermem.integrations.peft import adapters_state
 from tiermem.integrations.pretrained import load_pretrained_weights, save_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
@@ -393,12 +393,6 @@ def unwrapped(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether a model has PEFT adapters, whose weights alone are saved."""
-    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    return is_peft or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 @contextlib.contextmanager
