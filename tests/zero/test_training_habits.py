@@ -323,6 +323,31 @@ def test_an_optimizer_without_parameters_is_refused() -> None:
 # ---- looking at gradients --------------------------------------------------------------------------------------------
 
 
+def test_a_set_gradient_survives_a_backward_that_begins_at_the_input_of_an_unused_forward(pair: Pair) -> None:
+    first, second = pair.model.layers[0], pair.model.layers[1]
+    param = max(second.parameters(), key=torch.numel)
+    x = first(torch.ones(2, 3, 31)) * 2.0
+    x.sum().backward(retain_graph=True)
+    second(x)
+    param.grad = torch.full(param.shape, 0.5)
+    x.sum().backward()
+    found = pair.shards.gradient(param)
+    assert found is not None
+    assert torch.equal(found, torch.full(param.shape, 0.5))
+
+
+def test_a_gradient_that_the_user_has_set_is_read_back(pair: Pair) -> None:
+    for model, _ in pair.both:
+        loss_of(model, 0).backward()
+        model.head.weight.grad = torch.full_like(model.head.weight.grad, 0.5)
+    found = pair.shards.gradient(pair.model.head.weight)
+    assert found is not None
+    assert torch.equal(found, pair.plain.head.weight.grad)
+    for _, optim in pair.both:
+        optim.step()
+    pair.assert_same_weights()
+
+
 def test_reading_a_gradient_gives_its_values(pair: Pair) -> None:
     grads = []
     for model, _ in pair.both:

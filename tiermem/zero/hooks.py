@@ -104,6 +104,7 @@ class Hooks(Uncopied):
         self._ending: weakref.ref[Callable[[], None]] | None = None  # called at the end of the backward under way
         self._watched = -1  # torch's number of the backward whose end calls `finish_backward`
         self.num_backwards = 0  # backwards that have begun
+        self.has_left_gradients = False  # in `p.grad`: the last backward was not to receive them (`receive_if`)
         self._clock = itertools.count(1)  # of begins and ends of forwards
         self._may_receive: Callable[[], bool] = lambda: True  # False: autograd continues to add to p.grad
         self._on_backward: Callable[[], None] = lambda: None
@@ -424,7 +425,8 @@ class Hooks(Uncopied):
         while self._returned:
             self.prefetcher.release(self._returned.pop())
         with torch._C.DisableTorchFunctionSubclass():
-            if self._may_receive():
+            self.has_left_gradients = not self._may_receive()
+            if not self.has_left_gradients:
                 self._homes.finish()
             for live in self._units:
                 if live.unit.is_trainable:
@@ -448,7 +450,8 @@ class Hooks(Uncopied):
         use.start_ns = time.monotonic_ns()
 
     def _computed(self, use: Use, grad: torch.Tensor) -> None:
-        """The gradient of an input of a forward has come: answers the use."""
+        """The gradient of an input of a forward has come, perhaps of another use of this input: answers the use."""
+        self.watch_backward()
         if use.answered_in != self.num_backwards:
             self.answer(use)
         if grad.requires_grad:  # a second backward through this one begins here

@@ -41,7 +41,7 @@ from tiermem.swap.tile_program import end_kernels
 from tiermem.zero import absent, registry
 from tiermem.zero.activations import make_activations
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
-from tiermem.zero.backward_marks import check_thread, made_by, tensors_in
+from tiermem.zero.backward_marks import check_thread, in_backward, made_by, tensors_in
 from tiermem.zero.budget import check_card, make_plan, take_disk
 from tiermem.zero.compute import agree_on_compute, widen_inputs
 from tiermem.zero.gradients import GradientHomes
@@ -210,16 +210,24 @@ class Shards:
             self.values.regather(live.unit, live.shard, live.memory)
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of a parameter's reduced gradient (mean over ranks), or None. Call between backward and step. Collective."""
+        """A copy of a parameter's reduced gradient (mean over ranks), or None. Call between backward and step. Collective.
+
+        A `p.grad` that the user has set counts, on every rank. Blocks; raises OSError.
+        """
         live, shard = self.find(param)
+        self._receive_set(self.topology.world > 1)
         local = self.local_gradient(param)
         if local is None:
             return None
         return self.values.assemble(shard, local.to(self.homes.dtype(live.unit))).view(shard.shape)
 
     def local_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of a reduced gradient, without padding: flat, fp32, on the CPU; or None. Blocks."""
+        """This rank's part of a reduced gradient, without padding: flat, fp32, on the CPU; or None. Blocks.
+
+        On several ranks also None for a `p.grad` that the user has set and no backward, step or `gradient` has reduced.
+        """
         live, shard = self.find(param)
+        self._receive_set(is_collective=False)
         if not shard.gradient.is_there or param.grad is None:
             return None
         if shard.gradient.is_zero:
@@ -228,6 +236,18 @@ class Shards:
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
         local = self.values.read_part(self.homes.store.entry(live.unit), self.homes.dtype(live.unit), part)
         return local.float() * (shard.gradient.factor / self.homes.divisor)
+
+    def _receive_set(self, is_collective: bool) -> None:
+        """Outside backward: drops gradients that the user has replaced, and receives the new ones where ranks may. Blocks."""
+        if in_backward() or self.hooks.has_left_gradients or self.homes.store.home is None:
+            return
+        self.steps.finish()
+        with torch._C.DisableTorchFunctionSubclass():
+            self.homes.forget_replaced()
+            if is_collective or self.topology.world == 1:
+                self.homes.receive_rest()
+            for unit in (live.unit for live in self.units if live.unit.is_trainable):
+                self.homes.show(unit)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
         """A parameter's unit and its shard. Raises ValueError for a parameter of another model, RuntimeError in a fork."""
@@ -271,6 +291,7 @@ class Shards:
         """
         self.store.check_process()
         self.hooks.check_backward_ended()
+        self.hooks.has_left_gradients = False
         with torch._C.DisableTorchFunctionSubclass():  # reading the `grad` of resting parameters takes less time so
             self.homes.forget_replaced()
             norm = None if meanwhile is None else self.homes.norm(meanwhile)
