@@ -29,11 +29,11 @@ tiermem.swap: tier ranges errors durable parts native tile_program accelerator n
     device_kernels arena direct paths run_folder files queue passes checksum move device_copy device_memory entry resources
     places store tile_plan run_read program stream
 tiermem.config: keys base io optimizer precision zero translate root load
-tiermem.zero: registry heartbeat failures topology joining collectives compute quantised leaf gradient_state unit
+tiermem.zero: registry written heartbeat failures topology joining collectives compute quantised leaf gradient_state unit
     state_layout gather packed reduce plan budget pools estimate agreement absent backward_marks step_run unit_memory
     unit_state values prefetcher gradient_link resting_tensor gradient_store gradient_norms gradients activations chain
     hooks layerwise init_params settle unfreeze shards access tiled kv_cache chunked_loss init partition_parameters
-tiermem.optim: rules tile tile_stream tile_work tile_step tiles tentative local written ordinary shown resting sharded
+tiermem.optim: rules tile tile_stream tile_work tile_step tiles tentative local ordinary shown resting sharded
     base classes
 tiermem.checkpoint: format together saving opening interchange survey zero_to_fp32
 tiermem.checkpoint.format: kinds fields manifest finding

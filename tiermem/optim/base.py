@@ -19,7 +19,6 @@ from tiermem.optim.rules import IMPLEMENTATION, AnyStep, Group, LossScaler, Rule
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor, take_up
 from tiermem.optim.shown import ShownStates, StateHome
 from tiermem.optim.tiles import StateTiles
-from tiermem.optim.written import Mark, mark_of
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
@@ -28,6 +27,7 @@ from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import fair_cores, fair_threads
 from tiermem.zero.unit import Shard
+from tiermem.zero.written import Mark, mark_of
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
 #

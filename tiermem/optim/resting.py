@@ -25,7 +25,6 @@ from tiermem.optim.local import as_placed, first_element, local_of
 from tiermem.optim.ordinary import STEP, State, check_gradient, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Rule, step_parts
 from tiermem.optim.tile import StateTile, stepped_ranges, tile_runs
-from tiermem.optim.written import Mark, adopt, mark_of
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.arena import BudgetError, Pool, Slot
@@ -41,6 +40,7 @@ from tiermem.zero.plan import USUAL_TILE_BUFFERS, USUAL_TILE_NUMELS
 from tiermem.zero.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
 from tiermem.zero.topology import paths_of_rank, ranks_per_node
 from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit
+from tiermem.zero.written import Mark, adopt, mark_of
 
 Ruled = Mapping[nn.Parameter, tuple[str, Rule]]
 """The name and the rule of each parameter, in the order of the optimizer."""

@@ -66,6 +66,7 @@ from tiermem.zero.unfreeze import Frozen, plan_of, reserve_more
 from tiermem.zero.unit import Division, Shard, Unit, divide, serve_islands
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import StateDicts, Values, initial_master, kept
+from tiermem.zero.written import adopt
 
 logger = logging.getLogger("tiermem")
 
@@ -359,9 +360,9 @@ class Shards:
                 live.remember(index)  # this program writes weights
 
     def _take_over(self, live: LiveUnit, shard: Shard, value: torch.Tensor, is_master: bool = False) -> None:
-        """Stores this rank's part of a whole weight where it rests. Elements that change become masters; others keep theirs.
+        """Stores this rank's part of a whole weight where it rests. Elements that change become masters (written.py).
 
-        An element was written if it is not its master's rounding. A split master consists of the weight and its low half, so
+        A split master consists of the weight and its low half, so
         its elements are compared with the weight at rest, or with what `LiveUnit.remember` kept where the user writes that very
         memory. The first such write to a parameter, before which nothing was kept, leaves low halves as they are, but for those
         of zeros: up to half a unit of bf16's last place.
@@ -380,13 +381,13 @@ class Shards:
         master = self.values.read_part(initial, torch.float32, part) if states is None else states.read(shard, MASTER)
         before = live.before(unit.shards.index(shard))
         if before is not None:
-            weight = self.values.mine(shard, before).cpu()
+            before = self.values.mine(shard, before).cpu()
         else:
-            weight = self.values.elements(live, part) if self._is_split(live) else master.to(unit.dtype)
-        is_written = torch.ones_like(mine, dtype=torch.bool) if is_master else weight.to(mine.dtype) != mine
-        if not is_written.any():
+            before = self.values.elements(live, part) if self._is_split(live) else master.to(unit.dtype)
+        if is_master:
+            master.copy_(mine)
+        elif not adopt(mine, master, before.to(mine.dtype)):
             return
-        master = torch.where(is_written, mine.float(), master)
         if states is not None:
             states.put(shard, MASTER, master)
             return
