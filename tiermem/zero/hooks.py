@@ -18,7 +18,8 @@ Any module of the tree may be called by itself, any number of times:
     a module that triggers units            needs these units, from any caller
     a module inside such a module           needs the units of its own parameters. Its hooks are removed while the module around
                                             it runs, which holds these units (torch.compile then sees the module without hooks)
-    a module around such modules            needs nothing; its call shows where a pass begins, and its output shows backward
+    a module around such modules            needs the units of its own parameters alone. Its call shows where a pass begins, and
+                                            its output shows backward
     a parameter that is always present      needs no module: a hook on the parameter shows that a backward has begun
 
 An exception that torch does not show to hooks (KeyboardInterrupt, SystemExit, CancelledError) leaves frames of a forward. They

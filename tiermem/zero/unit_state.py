@@ -656,12 +656,11 @@ def needed_by_module(
         is_around = sum(visit(child) for child in module.children()) > 0  # every child is visited
         if module in triggers:
             found[module] = list(triggers[module])
-        elif is_around:
-            found[module] = []
         else:
-            units = {by_param[id(param)]: None for param in module.parameters() if id(param) in by_param}
+            own = module.parameters(recurse=not is_around)
+            units = {by_param[id(param)]: None for param in own if id(param) in by_param}
             streamed = [live for live in units if live.is_streamed]
-            if streamed:
+            if streamed or is_around:
                 found[module] = streamed
         return is_around or module in triggers
 
