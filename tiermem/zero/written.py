@@ -29,8 +29,8 @@ def adopt(weight: torch.Tensor, master: torch.Tensor, before: torch.Tensor | Non
     `weight`; None: an fp32 master's rounding. Returns whether an element of the master was written.
     """
     changed = False
-    befores = [None] * len(master.split(_BLOCK_NUMEL)) if before is None else before.split(_BLOCK_NUMEL)
-    for own, kept, old in zip(weight.split(_BLOCK_NUMEL), master.split(_BLOCK_NUMEL), befores, strict=True):
+    olds = [None] * len(master.split(_BLOCK_NUMEL)) if before is None else before.split(_BLOCK_NUMEL)
+    for own, kept, old in zip(weight.split(_BLOCK_NUMEL), master.split(_BLOCK_NUMEL), olds, strict=True):
         if old is None and kept.dtype == torch.int16:
             number = ((_bits(own).int() << 16) + kept).view(torch.float32)
             is_written = (number.isnan() & ~own.isnan()) | (own == 0)
