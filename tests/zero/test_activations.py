@@ -98,27 +98,54 @@ def test_weights_buffers_parts_and_small_tensors_stay(tmp_path: Path) -> None:
 
 
 class Changed(zoo.Tower):
-    """Changes a tensor in place between two blocks that are given it."""
+    """Changes the first block's input in place: before the second block is called, or after."""
 
-    def __init__(self, computes_again: bool) -> None:
+    def __init__(self, computes_again: bool, early: bool) -> None:
         super().__init__(checkpoint=False)
-        self._computes_again = computes_again
+        self._computes_again, self._early = computes_again, early
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         first = self._call(lambda y: (y * 2).sin(), x)
-        x.add_(0.5)
-        return self.head(first + self._call(lambda y: (y * 3).cos(), x))
+        if self._early:
+            x.add_(0.5)
+        second = self._call(lambda y: (y * 3).cos(), first)
+        if not self._early:
+            x.add_(0.5)
+        return self.head(second + x)
 
     def _call(self, act: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return recompute(act, x, use_reentrant=False) if self._computes_again else act(x)
 
 
 def test_a_block_is_computed_again_from_what_its_input_was(tmp_path: Path) -> None:
-    plain, _ = train(tmp_path, lambda: Changed(False), 2)
-    moved, written_bytes = train(tmp_path, lambda: Changed(True), 2, activations=Tier.NVME)
+    plain, _ = train(tmp_path, lambda: Changed(False, early=False), 2)
+    moved, written_bytes = train(tmp_path, lambda: Changed(True, early=False), 2, activations=Tier.NVME)
     assert written_bytes >= 4 * INPUT_BYTES
     assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_an_input_that_changes_before_it_has_left_is_an_error_as_in_torch(home: Tier, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"in.?place"):
+        train(tmp_path, lambda: Changed(True, early=True), 1, activations=home)
+
+
+class _Exponential(zoo.Tower):
+    """Changes what backward needs."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens).exp()
+        found = self.head(x.clone())
+        with torch.no_grad():
+            x.add_(1)
+        return found
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_what_backward_needs_is_not_changed_in_place(home: Tier, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"in.?place"):
+        train(tmp_path, lambda: _Exponential(checkpoint=False), 1, activations=home)
 
 
 class _Scale(nn.Module):

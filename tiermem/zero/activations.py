@@ -12,6 +12,9 @@ save (a mask), which is one tensor whatever the depth. The bytes come back as th
 One input is on its way out, or one ahead on its way back, so the memory where the maths runs holds at most one input beside
 the one in use, whatever the number of blocks. A home is freed when the graph lets its input go: after its backward, or when an
 exception or the caller drops the graph.
+
+torch looks at no version of a tensor that hooks saved. What is saved here keeps its version: a tensor that was changed in place
+before it had left, or that stayed, is an error in backward, as without hooks.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -318,6 +321,32 @@ class _DiskRoom:
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
+class Saved(NamedTuple):
+    """A tensor that stays where it is, and its version when it was saved."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Saved:
+        """A tensor as it is now."""
+        return cls(tensor, tensor._version)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was changed in place since."""
+        return self.tensor._version != self.version
+
+    def take(self) -> torch.Tensor:
+        """The tensor. Raises RuntimeError for one that was changed."""
+        if self.is_changed:
+            of = f"of shape {tuple(self.tensor.shape)} in {self.tensor.dtype}"
+            raise RuntimeError(
+                f"a tensor {of} that backward needs was changed in place after it was saved: change a copy"
+            )
+        return self.tensor
+
+
 class _Input:
     """What a graph keeps of a tensor that moves.
 
@@ -333,7 +362,8 @@ class _Input:
         self._source = StorageWeakRef(tensor.untyped_storage())  # its address is not used again while this lives
         self._layout = tensor.size(), tensor.stride()
         self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._passing: _Passing | None = _Passing(tensor.detach())  # None: AWAY
+        self._here: Saved | None = Saved.of(tensor.detach())  # until it has left
+        self._passing: _Passing | None = _Passing(self._here.tensor)  # None: AWAY
         self._stays = False
         self._was_taken = False
         room.send(self._passing, home)
@@ -344,17 +374,22 @@ class _Input:
     def stay(self, tensor: torch.Tensor) -> None:
         """Keeps the tensor where it is: it is saved once more."""
         if not self._stays:
-            self._stays, self._passing = True, self._passing or _Passing(tensor.detach())
+            self._here = self._here or Saved.of(tensor.detach())
+            self._stays, self._passing = True, self._passing or _Passing(self._here.tensor)
 
     def let_go(self) -> None:
         """LEAVING -> AWAY, unless it stays. Blocks for a helper thread. Raises OSError; then it stays."""
         if self._passing is not None and not self._stays:
             self._stays = True
             self._passing.settle()
+            if self._here is not None and not self._here.is_changed:  # else what has left may be changed too
+                self._here = None
             self._stays, self._passing = False, None
 
     def take(self) -> torch.Tensor:
-        """The tensor; the one that is needed next starts to come. Blocks for a helper thread. Raises OSError."""
+        """The tensor; the one that is needed next starts to come. Blocks for a helper thread. Raises OSError, RuntimeError."""
+        if self._here is not None:
+            self._here.take()
         self._was_taken = True
         passing = self._bring()
         before = self._before()
@@ -377,17 +412,6 @@ class Kept(Protocol):
 
     def take(self) -> torch.Tensor:
         """The tensor. Blocks for its bytes; raises OSError."""
-
-
-class StaysHere:
-    """A tensor that stays where it is."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def take(self) -> torch.Tensor:
-        """The tensor."""
-        return self._tensor
 
 
 def _moving(kept: Kept | None) -> _Input | None:
@@ -432,12 +456,12 @@ class Activations:
         following: the tensor that is taken after this one, which starts to come when this one is taken.
         """
         if not self._may_move(tensor):
-            return StaysHere(tensor)
+            return Saved.of(tensor)
         try:
             home = self._room.take(tensor.nbytes)
         except (BudgetError, OSError) as error:
             self._warn(tensor, error)
-            return StaysHere(tensor)
+            return Saved.of(tensor)
         last = self._last()
         if last is not None:
             last.let_go()
@@ -450,9 +474,11 @@ class Activations:
         self.end()
         self._room.close()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Input:
-        if not (_is_checkpoints_input() and self._may_move(tensor)):
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved | _Input:
+        if type(tensor) is RestingParameter:
             return tensor
+        if not (_is_checkpoints_input() and self._may_move(tensor)):
+            return Saved.of(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.size(), tensor.stride(), tensor.dtype, tensor._version
         known = self._known.get(key)
@@ -463,7 +489,7 @@ class Activations:
             home = self._room.take(tensor.nbytes)
         except (BudgetError, OSError) as error:
             self._warn(tensor, error)
-            return tensor
+            return Saved.of(tensor)
         last = self._last()
         if last is not None:
             last.let_go()
@@ -492,8 +518,8 @@ class Activations:
             )
 
 
-def _unpack(saved: torch.Tensor | _Input) -> torch.Tensor:
-    if isinstance(saved, _Input):
+def _unpack(saved: torch.Tensor | Saved | _Input) -> torch.Tensor:
+    if isinstance(saved, (Saved, _Input)):
         return saved.take()
     if type(saved) is RestingParameter:  # torch gives the checkpoint a plain tensor of its memory, with absent values
         owner: Owner | None = registry.owner_of(saved)

@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tiermem.swap.accelerator import is_accelerator, rng_state, set_rng_state
-from tiermem.zero.activations import Kept, StaysHere
+from tiermem.zero.activations import Kept, Saved
 from tiermem.zero.backward_marks import tensors_in
 from tiermem.zero.chain import Arguments, Chain, Link, Walk, find_chain, no_chain
 from tiermem.zero.gradients import GradientHomes
@@ -310,7 +310,7 @@ class LayerwisePasses:
     def _keep(self, number: int, micro: _MicroBatch, hidden: torch.Tensor) -> Kept:
         activations = self._hooks.activations
         if activations is None:
-            return StaysHere(hidden)
+            return Saved.of(hidden)
         following = (micro.number + 1, number) if micro.number + 1 < len(self._micros) else (0, number - 1)
         return activations.keep(hidden, lambda: self._kept(*following))
 
