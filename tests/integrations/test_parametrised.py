@@ -75,7 +75,14 @@ def assert_values(found: dict[str, Any], stored: dict[str, torch.Tensor]) -> Non
     assert 0.01 < weight.std() < 1
 
 
-@pytest.mark.parametrize(("lacks", "source"), [("", "file"), ("pos_conv_embed", "file"), (".", "config")])
+@pytest.mark.parametrize(
+    ("lacks", "source"),
+    [
+        pytest.param("", "file", marks=pytest.mark.slow),  # 6 s
+        ("pos_conv_embed", "file"),
+        pytest.param(".", "config", marks=pytest.mark.slow),  # 9 s
+    ],
+)
 def test_weight_norm_is_finite_as_under_deepspeed(lacks: str, source: str, tmp_path: Path) -> None:
     stored = saved(tmp_path, lacks)
     (tmp_path / "script.py").write_text(SCRIPT)
