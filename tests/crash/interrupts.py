@@ -225,10 +225,10 @@ class Run:
         pools = {name: pool for name, pool in shards._pools._asdict().items() if pool is not None}
         free = {name: f"{len(pool._free)} of {pool.count}" for name, pool in pools.items()}
         users = sum(live.num_users for live in shards.units)
-        return {"free": free, "carved": shards.store.arena.carved_bytes, "users": users, "files": len(_files())}
+        return {"free": free, "carved": shards.store.arena.carved_bytes, "users": users, "files": len(open_files())}
 
 
-def _files() -> list[str]:
+def open_files() -> list[str]:
     found = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -411,13 +411,13 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
     tracer.raised = None
     gc.collect()
     end_s = time.monotonic() + 5
-    while _threads() and time.monotonic() < end_s:
+    while threads_left() and time.monotonic() < end_s:
         time.sleep(0.01)
     folders = [] if kept else [each.name for each in (place / "nvme").glob("tiermem-*")]
-    said(left=[*_files(), *_threads(), *folders])
+    said(left=[*open_files(), *threads_left(), *folders])
 
 
-def _threads() -> list[str]:
+def threads_left() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("tiermem")]
 
 
@@ -522,13 +522,19 @@ def work(args: argparse.Namespace, cases: list[tuple[int, Case]], bench: Bench, 
         file.write_text(json.dumps({"totals": totals, "failures": failures}))
 
 
-def main() -> int:
-    """Goes through the cases that it is asked for and writes the seed and the totals."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(text: str | None) -> argparse.ArgumentParser:
+    """What every program of interrupts is asked: where it works, where totals go, the seed, and some of SETTINGS."""
+    parser = argparse.ArgumentParser(description=text)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--totals", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--settings", type=int, nargs="+", default=list(range(len(SETTINGS))))
+    return parser
+
+
+def main() -> int:
+    """Goes through the cases that it is asked for and writes the seed and the totals."""
+    parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--functions", nargs="+", default=[], help="only places in these")
     parser.add_argument("--sample", type=int, default=0, help="so many cases, chosen by the seed; 0: all")

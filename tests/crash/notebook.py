@@ -5,12 +5,11 @@ traceback as `sys.last_traceback` does, and calls zero_grad and the next step. A
 After each interrupt the model is in the state before or after the interrupted step of an undisturbed run, or an error says that
 it is torn; then a checkpoint is opened.
 
-    python notebook.py FOLDER --totals totals.json --seed 1 --setting 1 --count 200
+    python notebook.py FOLDER --totals totals.json --seed 1 --settings 1 --count 200
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import gc
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from forks import forked
-from interrupts import LONGEST_S, SETTINGS, Run, _files, _threads, says_torn
+from interrupts import LONGEST_S, SETTINGS, Run, arguments, open_files, says_torn, threads_left
 
 NUM_STEPS = 3
 """Steps from an opened checkpoint to the comparison; so the losses stay apart."""
@@ -117,18 +116,14 @@ def loop(place: Path, setting: int, seed: int, count: int) -> dict[str, int]:
     del run
     sys.last_value = None  # type: ignore[assignment]
     gc.collect()
-    left = [*_files(), *_threads()]
+    left = [*open_files(), *threads_left()]
     assert not left, f"left: {left}"
     return dict(found)
 
 
 def main() -> int:
     """Goes through the cells of the settings that it is asked for, and writes what came of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--totals", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--settings", type=int, nargs="+", default=list(range(len(SETTINGS))))
+    parser = arguments(__doc__)
     parser.add_argument("--count", type=int, default=200, help="interrupts of a setting")
     args = parser.parse_args()
     told: dict[str, Any] = {}
