@@ -1,7 +1,7 @@
-"""Sow: mistakes of streams and ranks, put into the library by a seed, and whether its quick tests see them.
+"""Mutate: mistakes of streams and ranks, put into the library by a seed, and whether its quick tests see them.
 
-    sow.py                     lists the sites of every kind
-    sow.py SEED FIRST STOP     sows some of the 60 mutants of this seed, one after the other, and prints killed or survived
+    mutate.py                     lists the sites of every kind
+    mutate.py SEED FIRST STOP     tries some of the 60 mutants of this seed, one after the other, and prints killed or survived
 
 A mutant is one change of one statement, found in the syntax tree of the files below:
 
@@ -112,7 +112,7 @@ def is_killed(mutant: Mutant) -> tuple[bool, str, float]:
         file.write_text(mutant.source)
         environment = {
             **os.environ,
-            "TIERMEM_SOWN": f"{module}={file}",
+            "TIERMEM_MUTANT": f"{module}={file}",
             "PYTHONPATH": str(HERE),
             "OMP_NUM_THREADS": "1",
         }

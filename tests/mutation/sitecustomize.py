@@ -1,4 +1,4 @@
-"""Gives every Python that starts here one module whose source is another file: TIERMEM_SOWN=module=/path/of/file.py."""
+"""Gives every Python that starts here one module whose source is another file: TIERMEM_MUTANT=module=/path/of/file.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 
-class _Sown(importlib.abc.MetaPathFinder):
+class _Mutant(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, path: str) -> None:
         self._name = name
         self._path = path
@@ -31,6 +31,6 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(self.get_data(self.path), self.path, "exec")
 
 
-if sown := os.environ.get("TIERMEM_SOWN"):
-    module, _, file = sown.partition("=")
-    sys.meta_path.insert(0, _Sown(module, file))
+if mutant := os.environ.get("TIERMEM_MUTANT"):
+    module, _, file = mutant.partition("=")
+    sys.meta_path.insert(0, _Mutant(module, file))
