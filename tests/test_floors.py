@@ -41,7 +41,7 @@ tiermem.checkpoint.saving: pieces capture publish commit copies saver
 tiermem.checkpoint.opening: verified source restore loading
 tiermem.checkpoint.interchange: foreign from_torch from_dcp from_deepspeed write export whole
 tiermem.forecast: rates loads course steps forecast
-tiermem.engine: choice facts sharding checkpoints engine start
+tiermem.engine: choice facts sharding adapters checkpoints engine start
 tiermem.integrations: choice arguments pretrained models peft huggingface accelerate lightning as_deepspeed
 """
 ORDER = {

@@ -45,7 +45,7 @@ from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import Beside, save, wait
 from tiermem.config.load import is_json
 from tiermem.config.root import TiermemConfig
-from tiermem.engine.checkpoints import adapters_state, has_adapters
+from tiermem.engine.adapters import adapters_state, has_adapters
 from tiermem.engine.choice import OptimizerChoice, choose_optimizer, take_over
 from tiermem.engine.engine import cast_model
 from tiermem.engine.sharding import shard_for_passes

@@ -5,7 +5,7 @@
     merge_and_unload(model)                            a layer is gathered, merged and put back: memory for one layer
 
     model.save_pretrained(folder)         of peft alone: takes a state dict of the whole model
-    adapters_state(shards, model)         of engine/checkpoints.py gathers what peft would write, whatever the tuner
+    adapters_state(shards, model)         of engine/adapters.py gathers what peft would write, whatever the tuner
 
 Everything else of peft works on a sharded model as it is: see docs/peft.md.
 """
