@@ -476,7 +476,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         def came(arrived: bool) -> None:
             with self._lock:
                 if entry.coming is not None:  # a second call, after an interrupt, completes the first
-                    entry.arrive() if arrived else entry.turn_back()
+                    end = entry.arrive if arrived else entry.turn_back
+                    end()
                 while owned and not arrived:
                     self.arena.give_back(owned.pop())
 
@@ -501,7 +502,6 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     def _write_back(self, entry: Entry) -> Move:
         slot, owns = entry.slot, entry.owns_slot
         assert slot is not None
-
         owned = [slot] if owns else []
 
         def left(arrived: bool) -> None:

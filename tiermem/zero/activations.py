@@ -397,7 +397,7 @@ class _Input:
             before._bring()
         passing.settle()
         if not self._stays:
-            self._passing = None
+            self._here = self._passing = None
         return passing.tensor
 
     def _bring(self) -> _Passing:

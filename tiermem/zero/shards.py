@@ -362,10 +362,9 @@ class Shards:
     def _take_over(self, live: LiveUnit, shard: Shard, value: torch.Tensor, is_master: bool = False) -> None:
         """Stores this rank's part of a whole weight where it rests. Elements that change become masters (written.py).
 
-        A split master consists of the weight and its low half, so
-        its elements are compared with the weight at rest, or with what `LiveUnit.remember` kept where the user writes that very
-        memory. The first such write to a parameter, before which nothing was kept, leaves low halves as they are, but for those
-        of zeros: up to half a unit of bf16's last place.
+        A split master consists of the weight and its low half, so its elements are compared with the weight at rest, or with
+        what `LiveUnit.remember` kept where the user writes that very memory. The first such write to a parameter, before which
+        nothing was kept, leaves low halves as they are, but for those of zeros: up to half a unit of bf16's last place.
 
         is_master: every element becomes the master. Not collective; blocks; raises OSError.
         """
