@@ -138,6 +138,8 @@ class Owned(list[int]):
     `Owned([os.open(...)])` is one expression of C: an interrupt at a later line finds the owner.
     """
 
+    _close_one = staticmethod(os.close)  # an interpreter that ends empties modules before it collects the last objects
+
     def __enter__(self) -> int:
         return self[0]
 
@@ -147,7 +149,7 @@ class Owned(list[int]):
     def close(self) -> None:
         """Closes them; a second call does nothing. Raises OSError."""
         while self:
-            os.close(self.pop())
+            self._close_one(self.pop())
 
     __del__ = close
 
