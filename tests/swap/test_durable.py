@@ -181,6 +181,15 @@ def test_a_descriptor_is_closed_once_when_its_owner_is_gone(tmp_path: Path) -> N
         os.fstat(again)
 
 
+def test_a_descriptor_is_closed_after_its_module_was_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = durable.opened(tmp_path)
+    fd = own[0]
+    monkeypatch.setattr(durable, "os", None)  # as an interpreter does that ends
+    own.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
 def test_a_new_file_that_nothing_closes_leaves_no_descriptor(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     durable.NewFile(tmp_path / "file")
