@@ -2,16 +2,17 @@
 
     tools (3) -> tiermem (2) -> swap (1) -> _tiermem_native (0, through swap/native.py alone)
 
-Rules that hold beside that: no circle, rooms and files import only what comes before them in ORDER, the floors are imported
-as parts of `tiermem`, the library does not print, swap/accelerator.py alone names a kind of accelerator, and every module says
-what it is.
+Rules that hold beside that: no circle, packages and files import only what comes before them in the docstring of their package,
+the floors are imported as parts of `tiermem`, the library does not print, swap/accelerator.py alone names a kind of
+accelerator, and every module says what it is.
 
 An import counts wherever it is written: in a function, under TYPE_CHECKING, as a string given to `importlib.import_module`. A
 name taken from a package's lazy facade (an `__init__` with `__getattr__`) counts as an import of the module that the facade
-takes it from; the facade's own imports do not count.
+takes it from. Another name taken from a package counts as an import of its `__init__`, and of all that this imports.
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -22,33 +23,24 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {"swap": 1, "tiermem": 2, "tools": 3}
 KINDS = {"cuda", "xpu", "mps", "mtia", "hpu", "npu", "privateuse1", "sim"}
 """Of accelerators, as torch names them."""
-_ORDER = """
-tiermem: swap precision policy schedule config zero optim weights averages checkpoint forecast state_access engine integrations
-    as_deepspeed utils tools
-tiermem.swap: tier ranges errors durable parts native tile_program accelerator nodes torch_step triton_step triton_sums
-    device_kernels arena direct paths run_folder files queue passes checksum move device_copy device_memory entry resources
-    places store tile_plan run_read program stream
-tiermem.config: keys base io optimizer precision zero translate root load
-tiermem.zero: registry written heartbeat failures topology joining collectives compute quantised leaf gradient_state unit
-    state_layout gather packed reduce plan budget pools estimate agreement absent backward_marks step_run unit_memory
-    unit_state values prefetcher gradient_link resting_tensor gradient_store gradient_norms gradients activations chain
-    hooks layerwise init_params settle unfreeze shards access tiled kv_cache chunked_loss init partition_parameters
-tiermem.optim: rules tile tile_stream tile_work tile_step tiles tentative local ordinary shown resting sharded
-    base classes
-tiermem.checkpoint: format together saving opening interchange survey zero_to_fp32
-tiermem.checkpoint.format: kinds fields manifest finding
-tiermem.checkpoint.saving: pieces capture publish commit copies saver
-tiermem.checkpoint.opening: verified source restore loading
-tiermem.checkpoint.interchange: foreign from_torch from_dcp from_deepspeed write export whole
-tiermem.forecast: rates loads course steps forecast
-tiermem.engine: choice facts sharding adapters checkpoints engine start
-tiermem.integrations: choice arguments pretrained models peft huggingface accelerate lightning as_deepspeed
-"""
-ORDER = {
-    line.partition(":")[0]: line.partition(":")[2].split()
-    for line in _ORDER.replace("\n    ", " ").strip().splitlines()
-}
-"""Rooms of the library, and files of a room: each imports only what comes before it."""
+ORDERED = (
+    "tiermem",
+    "tiermem.swap",
+    "tiermem.config",
+    "tiermem.zero",
+    "tiermem.optim",
+    "tiermem.checkpoint",
+    "tiermem.checkpoint.format",
+    "tiermem.checkpoint.saving",
+    "tiermem.checkpoint.opening",
+    "tiermem.checkpoint.interchange",
+    "tiermem.forecast",
+    "tiermem.engine",
+    "tiermem.integrations",
+)
+"""Packages whose docstring lists their files in order: each imports only what comes before it."""
+
+_NAME_IN_LIST = re.compile(r"(?:^|  )([a-z]\w*)/?(?=  |$)", re.MULTILINE)
 
 
 class Module(NamedTuple):
@@ -151,19 +143,35 @@ def find_circle(modules: Mapping[str, Module]) -> list[str]:
     return largest_circle(graph_of(modules))
 
 
+def order_of(package: str, modules: Mapping[str, Module]) -> list[str]:
+    """The names of a package's files, in the order of its docstring: two spaces, or the end of a line, stand around a name."""
+    listed = _NAME_IN_LIST.findall(ast.get_docstring(modules[package].tree) or "")
+    return [name for name in listed if f"{package}.{name}" in modules]
+
+
 def find_disorder(modules: Mapping[str, Module]) -> list[str]:
-    """Returns imports of a room or a file that comes later in ORDER, and what ORDER does not name."""
+    """Returns imports of what comes later in the docstring of the package where the two part. A facade may offer anything."""
+    orders = {package: order_of(package, modules) for package in ORDERED if package in modules}
     found = []
     for name, targets in graph_of(modules).items():
-        for target in sorted(targets):
+        for target in sorted(targets) if not is_facade(modules[name]) else ():
             package, mine, its = where_they_part(name, target)
-            if package not in ORDER:  # another program's room: the tools
-                continue
-            order = ORDER[package]
-            found += [f"{package}: {each} is not in ORDER" for each in (mine, its) if each and each not in order]
+            order = orders.get(package, [])
             if mine in order and its in order and order.index(its) > order.index(mine):
                 found.append(f"{name} imports {target}: in {package} {its} comes after {mine}")
     return found
+
+
+def find_unlisted(modules: Mapping[str, Module]) -> list[str]:
+    """Returns files that the docstring of their package does not list once."""
+    return [
+        f"{package} lists {name} {count} times"
+        for package in ORDERED
+        if package in modules
+        for name in modules
+        if name.rpartition(".")[0] == package
+        and (count := order_of(package, modules).count(name.rpartition(".")[2])) != 1
+    ]
 
 
 def where_they_part(one: str, other: str) -> tuple[str, str, str]:
@@ -193,20 +201,17 @@ def is_facade(module: Module) -> bool:
     return module.path.name == "__init__.py" and "__getattr__" in names
 
 
-def targets_of(module: Module, homes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def targets_of(module: Module, modules: Mapping[str, Module], homes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     """Yields the dotted name of everything that a module imports, anywhere in its source."""
-    for node, is_early in walk(module.tree, True):
-        if is_facade(module) and not is_early:
-            continue
+    for node, _ in walk(module.tree, True):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
             continue
         base = base_of(module, node)
         for alias in node.names:
-            yield homes.get(base, {}).get(alias.name, f"{base}.{alias.name}")
-            yield base if alias.name not in homes.get(base, {}) else ""
-    if is_facade(module):
-        return
+            full = f"{base}.{alias.name}"
+            yield homes.get(base, {}).get(alias.name) or (full if full in modules else base)
+    yield from homes[module.name].values()
     for call in ast.walk(module.tree):
         if isinstance(call, ast.Call) and call.args and isinstance(name := call.args[0], ast.Constant):
             called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
@@ -215,18 +220,12 @@ def targets_of(module: Module, homes: Mapping[str, Mapping[str, str]]) -> Iterat
 
 
 def graph_of(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Which modules each module imports. `from package import module` is an import of the module alone."""
+    """Which modules each module imports."""
     homes = {name: homes_of(module) for name, module in modules.items()}
-    graph = {}
-    for name, module in modules.items():
-        found = {target for target in targets_of(module, homes) if target in modules and target != name}
-        parents = {target.rpartition(".")[0] for target in found}
-        graph[name] = {target for target in found if target not in parents or not is_package(modules[target])}
-    return graph
-
-
-def is_package(module: Module) -> bool:
-    return module.path.name == "__init__.py"
+    return {
+        name: {target for target in targets_of(module, modules, homes) if target in modules and target != name}
+        for name, module in modules.items()
+    }
 
 
 def largest_circle(graph: Mapping[str, set[str]]) -> list[str]:
@@ -318,10 +317,8 @@ def test_rooms_and_files_import_only_what_comes_before_them(house: Modules) -> N
     assert find_disorder(house) == []
 
 
-@pytest.mark.parametrize("package", ORDER)
-def test_order_names_what_there_is(house: Modules, package: str) -> None:
-    there = {name.split(".")[package.count(".") + 1] for name in house if name.startswith(f"{package}.")}
-    assert set(ORDER[package]) == there
+def test_docstrings_list_each_file_of_their_package_once(house: Modules) -> None:
+    assert find_unlisted(house) == []
 
 
 def test_library_does_not_print(house: Modules) -> None:
@@ -355,7 +352,7 @@ BAD = {
     "a cycle by dots": ("swap/arena.py", "from .store import TensorStore", find_circle),
     "a file importing one that comes after it": ("swap/tier.py", "from tiermem.swap import arena", find_disorder),
     "a room importing one that comes after it": ("tiermem/policy.py", "from tiermem.zero import unit", find_disorder),
-    "a file that nobody ordered": ("swap/new.py", "from tiermem.swap import tier", find_disorder),
+    "a file that no docstring lists": ("swap/new.py", "from tiermem.swap import tier", find_unlisted),
     "a print": ("tiermem/engine.py", "print('hello')", find_prints),
     "torch.cuda": ("tools/cli.py", "import torch\ntorch.cuda.synchronize()", find_kinds),
     "torch.xpu in a function": ("swap/store.py", "def f():\n    return torch.xpu.is_available()", find_kinds),
@@ -372,18 +369,19 @@ BAD = {
 def write_tree(root: Path) -> None:
     """A good source tree in small."""
     files = {
-        "swap/__init__.py": "",
+        "swap/__init__.py": listed("native", "accelerator", "tier", "arena", "store"),
         "swap/native.py": "import _tiermem_native",
         "swap/tier.py": "",
         "swap/arena.py": "from tiermem.swap.tier import Tier",
         "swap/store.py": "from tiermem.swap import arena, native",
-        "tiermem/__init__.py": "def __getattr__(name):\n    from tiermem.engine import Engine",
+        "tiermem/__init__.py": listed("swap", "policy", "config", "zero", "engine", "tools")
+        + "def __getattr__(name):\n    from tiermem.engine import Engine",
         "tiermem/policy.py": "",
-        "tiermem/zero/__init__.py": "",
+        "tiermem/zero/__init__.py": listed("unit"),
         "tiermem/zero/unit.py": "from tiermem import policy",
         "tiermem/engine.py": "from tiermem.zero import unit\nfrom tiermem import policy",
         "swap/accelerator.py": "import torch\ntorch.cuda.synchronize()",
-        "tiermem/config/__init__.py": "",
+        "tiermem/config/__init__.py": listed("io"),
         "tiermem/config/io.py": "def f(device):\n    return device.type == 'cuda'",
         "tools/__init__.py": "",
         "tools/bench/peers/peer_plain.py": "import torch\ntorch.cuda.synchronize()",
@@ -392,13 +390,27 @@ def write_tree(root: Path) -> None:
     for name, source in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'"""What it is."""\n{source}\n', "utf-8")
+        said = "" if source.startswith('"""') else '"""What it is."""\n'
+        path.write_text(f"{said}{source}\n", "utf-8")
+
+
+def listed(*names: str) -> str:
+    """The docstring of a package that lists names in order."""
+    return "\n".join(['"""What it is.', "", *(f"    {name}  a file" for name in names), '"""', ""])
 
 
 def test_a_good_tree_passes(tmp_path: Path) -> None:
     write_tree(tmp_path)
     modules = read_modules(tmp_path)
-    for find in (find_upward_imports, find_prints, find_kinds, find_undescribed, find_circle, find_disorder):
+    for find in (
+        find_upward_imports,
+        find_prints,
+        find_kinds,
+        find_undescribed,
+        find_circle,
+        find_disorder,
+        find_unlisted,
+    ):
         assert find(modules) == []
 
 
@@ -430,8 +442,13 @@ def test_a_circle_is_found(tmp_path: Path, kind: str) -> None:
 
 
 def test_no_circle_is_found_where_there_is_none(tmp_path: Path) -> None:
-    modules = written(tmp_path, "from tiermem.b import x\nfrom tiermem import room", "import torch")
+    modules = written(tmp_path, "from tiermem.b import x", "import torch")
     assert find_circle(modules) == []
+
+
+def test_a_facade_imports_all_that_it_offers(tmp_path: Path) -> None:
+    modules = written(tmp_path, "from tiermem.room import Other", "import torch")
+    assert find_circle(modules) == ["tiermem.a", "tiermem.room"]
 
 
 def written(root: Path, a: str, b: str) -> dict[str, Module]:

@@ -3,10 +3,24 @@
 A tiered tensor store (GPU, HOST memory, NVMe) under ZeRO-style partitioning, and optimizers that step on the CPU or a GPU.
 Start at `shard` for plain PyTorch, or at `initialize` and `zero.Init` with a DeepSpeed-style config. The floors, lowest first:
 
-    tiermem.swap     tensors at rest and on the move                     tiermem.zero     units, partitioning, gradients
-    tiermem.optim    optimizer states, tile by tile                      tiermem.config   JSON to one frozen OffloadPolicy
-    tiermem.engine   initialize, backward, step                          tiermem.checkpoint   durable steps
-    tiermem.tools    the `tiermem` command
+    version       the version of the package
+    swap/         tensors at rest and on the move
+    precision     the formats of a parameter's states
+    policy        OffloadPolicy: where states rest and how they move
+    schedule      learning-rate schedules
+    config/       JSON to one frozen OffloadPolicy
+    zero/         units, partitioning, gradients
+    optim/        optimizer states, tile by tile
+    weights       safetensors files in and out of models
+    averages      EMA, a moving average of weights that rests on a tier
+    checkpoint/   durable steps
+    forecast/     bytes and seconds of a step before it runs
+    state_access  one parameter's value, gradient and states on any tier
+    engine/       initialize, backward, step
+    integrations/  Hugging Face, Lightning, answers to DeepSpeed's names
+    as_deepspeed  runs a script that imports deepspeed
+    utils/        the names of the reference system's `utils`
+    tools/        the `tiermem` command
 
 Names are imported when first used, so that `import tiermem` costs nothing.
 """
@@ -15,6 +29,8 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from tiermem.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tiermem import checkpoint as checkpoint
@@ -47,8 +63,6 @@ if TYPE_CHECKING:
     from tiermem.zero.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from tiermem.zero.joining import init_distributed as init_distributed
     from tiermem.zero.shards import Shards as Shards
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "EMA": "tiermem.averages",

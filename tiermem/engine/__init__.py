@@ -10,10 +10,11 @@ Files in order: each imports only files before it.
 
     choice        the optimizer that an engine builds; what must be equal on all ranks
     facts         micro-batches, losses, phase times; the answers that launchers and trainers need
+    sharding      shard: the same without a config and without an engine
+    adapters      what a model with PEFT adapters saves
     checkpoints   save_checkpoint, load_checkpoint, save_16bit_model
     engine        Engine: forward, backward, step, and the end
     start         initialize: config, process group, engine, loader
-    sharding      shard: the same without a config and without an engine
 
 tiermem.zero.access generates text with all units in memory. tiermem.schedule holds the learning-rate schedules.
 """

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tiermem import __version__
 from tiermem.config import MuonParams, OptimizerConfig, TiermemConfig
 from tiermem.config.optimizer import BatchSizes
 from tiermem.optim import SGD, Adagrad, Adam, AdamW, Lion, Muon, NativeOptimizer
 from tiermem.precision import Precision
+from tiermem.version import __version__
 from tiermem.zero.agreement import agree
 from tiermem.zero.topology import find_topology
 

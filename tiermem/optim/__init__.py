@@ -8,8 +8,10 @@ Files in order; each imports only files before it:
     tile_work    the work on a tile: a step, a visit, a fill
     tile_step    a pass over tiles: the bytes to read and write, the work in a buffer
     tiles        all tiles of a sharded model
+    tentative    steps units while backward runs, on assumptions that the step compares
     local        this rank's part of an ordinary parameter: the whole, or a DTensor's shard
     ordinary     states of ordinary parameters, as tensors beside them
+    shown        `optimizer.state` of parameters whose states rest elsewhere
     resting      states of ordinary parameters that rest on a tier
     sharded      the whole step of a sharded model
     base         one torch optimizer for sharded and ordinary parameters

@@ -4,6 +4,8 @@ A unit is a group of parameters that is fetched, gathered and released together.
 imports only files above it):
 
     registry        map from a Parameter to the object that keeps its values
+    written         what a master becomes when the user has written its weight
+    heartbeat       datagrams by which ranks know that the others run
     failures        finds the rank that is gone, and ranks whose collectives differ
     topology        which ranks share a tensor's parts, and their process groups
     joining         creates the process group from the launcher's environment
@@ -23,15 +25,17 @@ imports only files above it):
     estimate        memory needs of a model that does not exist yet
     agreement       compares program, model and policy over ranks
     absent          what a parameter shows while its values are not in memory
+    backward_marks  hooks on tensors that tell how far backward is
     step_run        the step under way, perhaps under the next forward; whether states are whole
     unit_memory     a unit's memory; buffers, streams and threads that units share
     unit_state      a unit's state machine and transfers
     values          reads and writes weights where they rest; state dicts
     prefetcher      learns the order of uses; decides which units to fetch and to evict
     gradient_link   brings gradients from an accelerator to host memory
+    resting_tensor  a tensor of the user's whose values rest elsewhere
     gradient_store  keeps gradients until the step
+    gradient_norms  sums of squares of gradients, and their scales
     gradients       takes gradients from autograd to that store
-    backward_marks  hooks on tensors that tell how far backward is
     activations     moves inputs of checkpointed blocks to HOST or NVMe
     chain           finds the blocks that a model runs one after the other
     hooks           connects forward and backward of modules to the rest
