@@ -265,24 +265,23 @@ class NativeOptimizer(torch.optim.Optimizer):
     def follow_state(self) -> None:
         """Takes over what the user has made of `state` (shown.py). Blocks; raises ValueError for another shape, OSError."""
         with torch._C.DisableTorchFunctionSubclass():  # looking resting parameters up takes less time so
-            for each in self._at_rest():
-                self._shown.follow(self.state, *each)
+            for shard, home in self._at_rest():
+                if not self._shown.is_followed(self.state, shard) and (found := self._find_rule(shard.param)):
+                    self._shown.follow(self.state, shard, home, found[1])
 
     def show_state(self) -> None:
         """Makes `state` show states that rest elsewhere as they are."""
         with torch._C.DisableTorchFunctionSubclass():
-            for each in self._at_rest():
-                self._shown.show(self.state, *each)
+            for shard, home in self._at_rest():
+                if found := self._find_rule(shard.param):
+                    self._shown.show(self.state, shard, home, found[1])
 
-    def _at_rest(self) -> Iterator[tuple[Shard, StateHome, Rule]]:
+    def _at_rest(self) -> Iterator[tuple[Shard, StateHome]]:
         """The parameters whose states rest elsewhere."""
         for shards, model in self._sharded.items():
-            for live, shard in shards.parameters():
-                if live.unit.is_trainable and (found := self._find_rule(shard.param)) is not None:
-                    yield shard, model, found[1]
+            yield from ((shard, model) for live, shard in shards.parameters() if live.unit.is_trainable)
         for states in self._resting:
-            for param, rule in self._rules(states.shards).items():
-                yield states.shards[param], states, rule
+            yield from ((shard, states) for shard in states.shards.values())
 
     def close(self) -> None:
         """Frees the states of sharded models, and those that rest where a policy says; `step` then raises RuntimeError.

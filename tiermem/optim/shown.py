@@ -11,12 +11,12 @@ optimizer looks at `state`:
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from tiermem.optim.ordinary import STEP, num_steps_of, value_of
 from tiermem.optim.rules import Rule
@@ -82,37 +82,58 @@ class ShownState(RestingTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class _Shown:
+    """What `optimizer.state` shows of one parameter."""
+
+    def __init__(self, home: StateHome, shard: Shard, rule: Rule) -> None:
+        self.moments = rule.moments
+        step = torch.tensor(0.0)
+        self.tensors = {STEP: step, **{name: ShownState(home, shard, name) for name in rule.moments}}
+        self._step = step.numpy()  # the same memory: a step looks at that of each parameter
+        self._num_steps = 0
+
+    def count(self, num_steps: int) -> None:
+        """Sets the number of steps."""
+        self._step[()] = self._num_steps = num_steps
+
+    def is_in(self, entry: Mapping[str, Any] | None) -> bool:
+        """Whether an entry holds these tensors, and the step is as it was set."""
+        if not entry or self._step.item() != self._num_steps:
+            return False
+        return all(map(operator.is_, map(entry.get, self.tensors), self.tensors.values()))
+
+
 class ShownStates:
-    """What `optimizer.state` shows, by parameter."""
+    """What `optimizer.state` shows."""
 
     def __init__(self) -> None:
-        self._shown: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
-        self._steps: dict[nn.Parameter, int] = {}  # shown
+        self._shown: dict[Shard, _Shown] = {}
 
     def show(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Makes `state` show a parameter's states as they are; nothing of one that has none."""
         param = shard.param
         if not (shard.num_steps or shard.has_moments):
             state.pop(param, None)
-            self._shown.pop(param, None)
+            self._shown.pop(shard, None)
             return
-        shown = self._shown.get(param, {})
-        if tuple(shown) != (STEP, *rule.moments):
-            moments = {name: ShownState(home, shard, name) for name in rule.moments}
-            shown = self._shown[param] = {STEP: torch.tensor(0.0), **moments}
-        shown[STEP].fill_(shard.num_steps)
-        self._steps[param] = shard.num_steps
-        state.setdefault(param, {}).update(shown)
+        shown = self._shown.get(shard)
+        if shown is None or shown.moments != rule.moments:
+            shown = self._shown[shard] = _Shown(home, shard, rule)
+        shown.count(shard.num_steps)
+        if not shown.is_in(state.get(param)):
+            state.setdefault(param, {}).update(shown.tensors)
+
+    def is_followed(self, state: MutableMapping[Any, Any], shard: Shard) -> bool:
+        """Whether a parameter's entry is as it was shown."""
+        entry, shown = state.get(shard.param), self._shown.get(shard)
+        return not entry if shown is None else shown.is_in(entry)
 
     def follow(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Takes over what the user has made of a parameter's entry. Blocks; raises ValueError for another shape, OSError."""
         param = shard.param
-        entry, shown = state.get(param) or {}, self._shown.get(param, {})
-        is_as_shown = all(entry.get(name) is value for name, value in shown.items())
-        if is_as_shown and (int(shown[STEP]) == self._steps[param] if shown else not entry):
-            return
+        entry, shown = state.get(param) or {}, self._shown.get(shard)
         for name in rule.moments:
-            if entry and shown and entry.get(name) is shown.get(name):
+            if entry and shown is not None and entry.get(name) is shown.tensors.get(name):
                 continue
             home.write_state(shard, name, value_of(entry, name, param, shard.name) if entry else None)
         shard.set_steps(num_steps_of(entry, rule), bool(entry), False)
