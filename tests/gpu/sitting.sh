@@ -43,9 +43,9 @@ nvidia-smi -L | tee -a "$OUT/log"
 nproc
 grep MemAvail /proc/meminfo
 "$PYTHON" - <<'P'
-from tiermem.tools.bench.gpu_models import _SHAPE_8B
+from tiermem.tools.presets import preset
 import json
-json.dump(_SHAPE_8B, open("/tmp/8b.json", "w"))
+json.dump(preset("8b"), open("/tmp/8b.json", "w"))
 P
 
 build_deepspeed() {

@@ -132,17 +132,41 @@ def test_passes_traces_and_a_large_model_run_on_the_simulated_device(tmp_path: P
     assert "the profiler names no copies of this device" in done.stdout
     rows = found["models"]["rows"]
     assert [(row["who"], row["tier"], row["layers"], row["of_layers"]) for row in rows] == [
-        ("tiermem, host", "host", 2, 3), ("tiermem, nvme", "nvme", 2, 3),
+        ("tiermem, all on the device", "device", 2, 3), ("tiermem, host", "host", 2, 3), ("tiermem, nvme", "nvme", 2, 3),
     ]  # fmt: skip
-    assert rows[0]["losses"] == rows[1]["losses"] and all(row["tokens_per_s"] > 0 for row in rows)
+    device, host, nvme = rows
+    assert host["losses"] == nvme["losses"] and all(row["tokens_per_s"] > 0 for row in rows)
     assert all(row["device"] == "sim:0" and row["device_peak_bytes"] > 0 for row in rows)
-    assert rows[1]["nvme_bytes_a_step"][0] > 0 and not rows[0]["nvme_bytes_a_step"][0]
+    assert device["device_peak_bytes"] > 10 * device["num_params"] > 0
+    assert nvme["nvme_bytes_a_step"][0] > 0 and not (host["nvme_bytes_a_step"][0] or device["nvme_bytes_a_step"][0])
     assert "for the README" not in done.stdout and "tokens/s" in done.stdout
     traces = ["gpu.host.trace.json", "gpu.nvme.trace.json"]
     made = {"asked", "bin", "config.json", "gpu.json", "gpu.png", *traces}
     assert {each.name for each in tmp_path.iterdir()} == made
     assert all(json.loads((tmp_path / name).read_text())["made_by"] == gpu.MADE_BY for name in traces)
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+SMALL_7B = """
+import json, sys
+from pathlib import Path
+from tiermem.tools.bench import gpu_models
+gpu_models.HOMES = {"host": "cpu"}
+shape = json.loads(sys.argv.pop())
+gpu_models.MANY_TOKENS.update(shape=shape, seq=64)
+gpu_models.PRESETS["8b"].update(shape)
+run = gpu_models.ModelRun(seq=16, batch=1, steps=2)
+print(json.dumps(gpu_models.train_models(run, Path(sys.argv.pop()), False)))
+"""
+
+
+@pytest.mark.slow
+def test_a_row_of_many_tokens_is_trained_on_the_simulated_device(tmp_path: Path) -> None:
+    """Of 148 x 64 tokens by a small model, whose loss is computed in chunks."""
+    found = json.loads(python("-c", SMALL_7B, str(tmp_path), json.dumps(SHAPE)).splitlines()[-1])
+    (_, many), failures = found["rows"], found["failures"]
+    assert failures == {} and (many["who"], many["layers"]) == ("tiermem, 7B of 148 x 1024 tokens", 3)
+    assert (many["batch"], many["seq"], many["device"]) == (148, 64, "sim:0") and many["tokens_per_s"] > 0
 
 
 class Processes:
@@ -207,6 +231,7 @@ def test_a_large_model_has_the_layers_that_fit_and_peers_beside_host(
 ) -> None:
     monkeypatch.setattr(gpu_models.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else name)
     monkeypatch.setattr(gpu_models, "available_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(gpu_models, "free_and_total", lambda device: (80 << 30, 80 << 30))
     monkeypatch.setattr(gpu_models.shutil, "disk_usage", lambda folder: argparse.Namespace(free=1 << 40))
     run = {"name": "x", "forward_s": [9.0, 1.0, 2.0], "backward_s": [9.0, 2.0, 4.0], "step_s": [9.0, 1.0, 1.0]}
     run |= {"tokens_per_s": 100.0, "device": "cuda:0", "device_memory": {"peak_allocated_bytes": 7}, "losses": [3.0]}
@@ -215,18 +240,27 @@ def test_a_large_model_has_the_layers_that_fit_and_peers_beside_host(
         "error": {"message": "CUDA out of memory.\nTried"},
         "outcome": "ended with status 1",
     }
-    ran = Processes(({**run, "peers": [dead]}, 3, ""), (None, 2, "tiermem train: no room"))
+    ran = Processes((run, 0, ""), ({**run, "peers": [dead]}, 3, ""), (None, 2, "tiermem train: no room"), (run, 0, ""))
     monkeypatch.setattr(gpu_models, "run_process", ran)
     found = gpu_models.train_models(ModelRun(), tmp_path, has_peers=True)
-    ours, peer = found["rows"]
+    device, ours, peer, many = found["rows"]
+    assert (device["who"], device["layers"]) == ("tiermem, all on the device", 11)
     assert (ours["who"], ours["layers"], ours["why_fewer"]) == ("tiermem, host", 8, "48.00 GiB of host may be used")
     assert (ours["forward_s"], ours["backward_s"], ours["device_peak_bytes"]) == (1.5, 3.0, 7) and "failed" not in ours
     assert (peer["who"], peer["tokens_per_s"], peer["error"]) == ("plain in-memory", None, "CUDA out of memory.")
-    (host, _), (nvme, _) = ran.commands
-    assert "--peers" in host and "--peer-python" not in host and "--peers" not in nvme
+    commands = [command for command, _ in ran.commands]
+    assert ["--peers" in command for command in commands] == [False, True, False, False]
+    on_device, host, nvme, of_7b = commands
+    assert "--peer-python" not in host and on_device[on_device.index("--offload") + 1] == "none"
     assert [host[host.index(word) + 1] for word in ("--offload", "--layers", "--states")] == ["cpu", "8", "exact"]
     assert [nvme[nvme.index(word) + 1] for word in ("--offload", "--layers", "--resident")] == ["nvme", "32", "0"]
-    assert "no room" in found["failures"]["nvme"] and len(found["rows"]) == 2
+    assert (many["who"], many["layers"], many["of_layers"]) == ("tiermem, 7B of 148 x 1024 tokens", 13, 28)
+    words = [of_7b[of_7b.index(word) + 1] for word in ("--offload", "--states", "--batch", "--seq")]
+    assert words == ["cpu", "compact", "148", "1024"]
+    assert "no room" in found["failures"]["nvme"]
+    monkeypatch.setattr(gpu_models, "run_process", Processes(*[(None, 2, "no room")] * 3))
+    found = gpu_models.train_models(ModelRun(SHAPE), tmp_path, has_peers=False)
+    assert list(found["failures"]) == ["all on the device", "host", "nvme"]
 
 
 def test_a_training_is_traced_on_a_device_without_kernels(tmp_path: Path) -> None:
@@ -358,7 +392,7 @@ def test_models_that_ran_are_rows_for_the_readme_and_others_say_why_not(capsys: 
     said = capsys.readouterr().out
     assert "on cuda:0; 30 of 32 layers (90.0 GiB of host may be used), 4 x 2048 tokens" in said
     assert "30 of 32 layers, 4 x 2048 tokens: CUDA out of memory" in said
-    assert "OSError: no space" in said and faults_of(report) == ["the model on nvme failed"]
+    assert "OSError: no space" in said and faults_of(report) == ["the model (nvme) failed"]
     assert "| tiermem, host | 30 | 1.50 | 3.25 | 0.50 | 1,560 | 12.00 GiB | 100.00 GiB |" in said
     assert len(readme_table(report["models"], "x", "y")) == 3  # the peer that died has no row
 

@@ -8,7 +8,7 @@
     training       a small model in every place beside its twin on the CPU   small_training.py
     passes         a small training again, watched: blocking, sanitizers     gpu_passes.py
     trace          a training under the profiler: the share of copies hidden gpu_trace.py
-    models         an 8B shape on HOST and NVMe, beside peers: tokens/s      gpu_models.py
+    models         8B on each tier, beside peers, and 7B: tokens/s           gpu_models.py
 
 A part that fails is reported with its reason and the others go on; the JSON is written after every part, so that a run that
 is stopped leaves what it found. It runs on a bare machine: `python3 -m tiermem.tools.bench.gpu` needs torch, numpy, cffi,
@@ -50,6 +50,7 @@ from tiermem.tools.bench.gpu_report import draw_report, faults_of, print_report
 from tiermem.tools.bench.gpu_trace import MADE_BY
 from tiermem.tools.bench.small_training import Sizes, noting_failure
 from tiermem.tools.machine import available_bytes, machine_facts, read_word
+from tiermem.tools.presets import preset, read_shape
 from tiermem.tools.words import (
     EXIT_INTERRUPTED,
     EXIT_USER,
@@ -233,8 +234,9 @@ def _measures(
         traced = traced._replace(width=given.trace_width)
     elif _TRACED_BYTES * 8 * wide.blocks * wide.width**2 <= min(available_bytes(), shutil.disk_usage(folder).free):
         traced = wide
+    shape = preset("8b") if given.model is None else read_shape(given.model)
     model = ModelRun(
-        given.model, given.model_layers, given.model_seq, given.model_batch, given.model_steps, given.model_states
+        shape, given.model_layers, given.model_seq, given.model_batch, given.model_steps, given.model_states
     )._replace(timeout_s=given.model_timeout, peer_python=given.peer_python)
 
     def trace() -> dict[str, Any]:
@@ -285,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, value in (("seq", 2048), ("batch", 4), ("steps", 4)):
         parser.add_argument(f"--model-{name}", type=int, default=value, help="of the large model's training")
     parser.add_argument("--model-states", default="exact", choices=_STATES, help="precision of its states")
-    parser.add_argument("--model-timeout", type=float, default=1800.0, help="seconds for each tier, with its peers")
+    parser.add_argument("--model-timeout", type=float, default=1800.0, help="seconds for each row, with its peers")
     parser.add_argument(
         "--peer-python", type=Path, help="an interpreter that has DeepSpeed [default: this one, if it has]"
     )

@@ -65,7 +65,7 @@ def faults_of(report: Mapping[str, Any]) -> list[str]:
         elif not found["is_equal"]:
             faults.append(f"{name}: its losses differ, so streams race")
     models = report.get("models", {})
-    faults += [f"the model on {tier} failed" for tier in models.get("failures", {})]
+    faults += [f"the model ({name}) failed" for name in models.get("failures", {})]
     return faults + [f"{row['who']} failed" for row in models.get("rows", []) if "failed" in row]
 
 
@@ -199,8 +199,8 @@ def _model_rows(models: Mapping[str, Any]) -> Iterator[Row]:
         card = row["device_peak_bytes"]
         memory = f"host {format_bytes(row['peak_rss_bytes'])}" + (f", device {format_bytes(card)}" if card else "")
         yield row["who"], f"{row['tokens_per_s']:,.1f} tokens/s ({times} s), peak {memory}, on {row['device']}; {size}"
-    for tier, words in models["failures"].items():
-        yield f"{tier} failed", _last_of(words)
+    for name, words in models["failures"].items():
+        yield f"{name} failed", _last_of(words)
 
 
 _ROWS_OF: dict[str, Callable[[Any], Iterator[Row]]] = {
