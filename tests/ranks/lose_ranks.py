@@ -21,7 +21,7 @@ from torch import nn
 from twins import loss_of, seeded
 
 import tiermem
-from tiermem import OffloadPolicy, Tier
+from tiermem import OffloadPolicy, Tier, checkpoint
 from tiermem.zero import Init, agreement, failures, gather
 from tiermem.zero.failures import Watch
 
@@ -228,6 +228,18 @@ def strays(who: int, way: tuple[int, ...], tier: Tier, **fields: object) -> Body
     return body
 
 
+def saves_alone(who: int, tier: Tier) -> Body:
+    """One rank saves, as under `if rank == 0`, and the others go on."""
+
+    def body(rank: int, nvme: Path) -> None:
+        train(seeded(zoo.Tower), policy_of(tier, nvme), save if rank == who else None)
+
+    def save(shards: tiermem.Shards, optim: tiermem.AdamW) -> None:
+        checkpoint.save(shards, optim, Path(shards.policy.paths[0].path, "saved"))
+
+    return body
+
+
 # ---- who asks when ---------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +281,7 @@ def worlds() -> dict[str, World]:
         "1 of 2 turns, memory": World(strays(1, (0, 2, 1), memory)),
         "1 of 3 skips, nvme": World(strays(1, (0, 2), nvme), 3),
         "1 of 3 skips, 1 asks late, memory": World(asks_late(1, strays(1, (0, 2), memory)), 3),
+        "0 of 2 saves alone, memory": World(saves_alone(0, memory)),
         "0 of 3 repeats, memory": World(strays(0, (0, 1, 1, 2), memory, max_reuse_numel=0, unit_buffers=2), 3),
     }
 

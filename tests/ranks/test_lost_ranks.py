@@ -92,6 +92,12 @@ def test_ranks_that_use_other_layers_are_told_where_they_parted(world: str, foun
     assert "layers." in str(calls)
 
 
+def test_a_rank_that_saves_alone_is_named(found: Found) -> None:
+    for rank in found[0]["0 of 2 saves alone, memory"]:
+        assert (rank["how"], rank["kind"]) == ("raised", "RanksDiffer")
+        assert "'comparing what ranks were given (all_gather_object)' on rank 0" in rank["message"]
+
+
 def test_survivors_leave_no_thread_and_no_descriptor(found: Found) -> None:
     left = {f"{world}, rank {rank}": e["left"] for world, ended in found[0].items() for rank, e in enumerate(ended)}
     assert {place: names for place, names in left.items() if names} == {}

@@ -352,12 +352,17 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
 
 
 def exchange(topology: Topology, value: str) -> list[str]:
-    """Every rank's string, in the order of ranks. Blocks."""
+    """Every rank's string, in the order of ranks. Blocks. Raises RankLost."""
     values: list[Any] = [None] * topology.world
     if topology.group is None:
         return [value]
-    with explaining(topology, _COMPARING):
+
+    def gathered() -> Iterator[list[Any]]:
         dist.all_gather_object(values, value, group=topology.group)
+        yield []
+
+    topology.traffic.add("all_gather_object", _COMPARING, len(value))
+    Pending(topology, _COMPARING, gathered(), []).wait()
     return values
 
 
