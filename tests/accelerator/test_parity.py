@@ -56,8 +56,10 @@ FEW |= {(name, "nvme, gradients on device") for name in ("unfrozen", "one_matrix
 FEW |= {(name, EARLY) for name in ("plain", "clipped", "accumulated", "tied", "seen_from_outside", "in_fp16")}
 FEW |= {(name, UNDONE) for name in ("plain", "clipped", "accumulated", "unfrozen", "evaluated_between", "in_fp16")}
 FEW |= {("evaluated_aside", UNDONE), ("branches_stepped_in_backward", "host, states on device")}
+FEW |= {("sharded_again", "device")}
 FEW |= {(name, "states on host") for name in ("widened", "evaluated_aside")}
 SIDE_FIRST = {("activations_on_nvme", "host"), ("read_after_steps", "host, most sent"), ("widened", "device")}
+SIDE_FIRST |= {("batches_there", "host, states on device")}
 FEW |= SIDE_FIRST
 FEW |= {("held_until_backward_ends", "host, gradients on device"), ("held_and_let_go", "host")}
 

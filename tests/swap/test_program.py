@@ -6,6 +6,7 @@ import errno
 import functools
 import gc
 import random
+import signal
 import sys
 import threading
 import time
@@ -1007,6 +1008,20 @@ def test_an_interrupt_while_tiles_are_given_leaves_no_buffer_behind(
             with pytest.raises(KeyboardInterrupt):
                 program.attempt(names, Momentum(store, workers), 4)
         assert (program.attempted, num_free(pool)) == ([], 2)
+    with monkeypatch.context() as patched:
+        steps, ended = Momentum.steps, list[bool]()
+
+        def interrupt_the_caller(*given: Any) -> list[NativeStep] | None:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            time.sleep(0.05)  # the caller has been interrupted
+            ended.append(True)
+            return steps(*given)
+
+        patched.setattr(Momentum, "steps", interrupt_the_caller)
+        with pytest.raises(KeyboardInterrupt):
+            program.attempt(names[:1], Momentum(store, workers), 4)
+        assert ended == [True]  # the thread is done with the program
+    program.drop()
     assert program.attempt(names[:2], Momentum(store, workers), 4)
     program.commit(names, Momentum(store, workers))
     program.finish()
