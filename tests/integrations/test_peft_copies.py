@@ -14,7 +14,9 @@ pytest.importorskip("peft")
 
 import peft
 import torch
+import torch.distributed as dist
 import transformers
+from launch import launch
 from trainings import on_nvme
 
 import tiermem
@@ -43,43 +45,72 @@ CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a classifier of tokens": ("TokenClassification", with_lora(task_type="TOKEN_CLS")),
     "replicated layers": ("CausalLM", with_lora(layer_replication=[(0, 2), (1, 2)])),
     "PiSSA": ("CausalLM", with_lora(init_lora_weights="pissa")),
+    "PiSSA by random projections": ("CausalLM", with_lora(init_lora_weights="pissa_niter_2")),
     "OLoRA": ("CausalLM", with_lora(init_lora_weights="olora")),
     "resized embeddings": ("CausalLM", resized),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_adapted_model_is_the_plain_one(name: str, tmp_path: Path) -> None:
-    kind, build = CASES[name]
-    made = getattr(transformers, f"LlamaFor{kind}")
+def made(name: str, folder: Path) -> Any:
+    """The class of a case, whose weights it saves."""
+    kind = getattr(transformers, f"LlamaFor{CASES[name][0]}")
     torch.manual_seed(0)
-    made(transformers.LlamaConfig(**FIELDS, pad_token_id=0, num_labels=3)).save_pretrained(tmp_path / "base")
+    kind(transformers.LlamaConfig(**FIELDS, pad_token_id=0, num_labels=3)).save_pretrained(folder)
+    return kind
+
+
+def losses(model: Any, optimizer: Any, name: str) -> list[float]:
     tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
-    labels = {"CausalLM": tokens, "SequenceClassification": tokens[:, 0] % 3, "TokenClassification": tokens % 3}[kind]
+    of_samples = {"SequenceClassification": tokens[:, 0] % 3, "TokenClassification": tokens % 3}
+    found = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=of_samples.get(CASES[name][0], tokens)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
 
-    def losses(model: Any, optimizer: Any) -> list[float]:
-        found = []
-        for _ in range(3):
-            loss = model(input_ids=tokens, labels=labels).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
 
+def plain(name: str, folder: Path) -> tuple[dict[str, torch.Size], list[float]]:
+    """The names and shapes of plain peft's model, and its losses."""
+    kind = made(name, folder)
     torch.manual_seed(0)
-    plain = build(made.from_pretrained(tmp_path / "base", dtype=torch.float32).eval())
-    names = {key: each.shape for key, each in plain.named_parameters()}
-    expected = losses(plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2))
-    (tmp_path / "nvme").mkdir()
-    policy = on_nvme(tmp_path / "nvme")
-    torch.manual_seed(0)
-    model = build(tiermem.from_pretrained(tmp_path / "base", policy=policy, model_class=made, dtype=torch.float32))
-    assert {key: each.shape for key, each in model.named_parameters()} == names
+    model = CASES[name][1](kind.from_pretrained(folder, dtype=torch.float32).eval())
+    names = {key: each.shape for key, each in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return names, losses(model, optimizer, name)
+
+
+def ours(name: str, folder: Path, nvme: Path) -> tuple[dict[str, torch.Size], list[float]]:
+    """The same of a base that rests. On several ranks peft works inside zero.Init, where ranks read together."""
+    kind, build = getattr(transformers, f"LlamaFor{CASES[name][0]}"), CASES[name][1]
+    policy = on_nvme(nvme)
+    base = tiermem.from_pretrained(folder, policy=policy, model_class=kind, dtype=torch.float32)
+    with tiermem.zero.Init(policy=policy, enabled=dist.is_initialized()):
+        model = build(base)
+    names = {key: each.shape for key, each in model.named_parameters()}
     with tiermem.shard(model, policy):
         optimizer = tiermem.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        found = losses(model, optimizer)
-    assert found == pytest.approx(expected, abs=1e-5)
+        return names, losses(model, optimizer, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapted_model_is_the_plain_one(name: str, tmp_path: Path) -> None:
+    names, expected = plain(name, tmp_path / "base")
+    torch.manual_seed(0)
+    found = ours(name, tmp_path / "base", tmp_path / "nvme")
+    assert found[0] == names
+    assert found[1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_on_two_ranks_an_adapted_model_is_the_plain_one(tmp_path: Path) -> None:
+    expected = {name: plain(name, tmp_path / name) for name in CASES}
+    (tmp_path / "out").mkdir()
+    for found in launch(Path(__file__).with_name("peft_copies_on_ranks.py"), 2, tmp_path / "out", str(tmp_path)):
+        for name, (names, values) in expected.items():
+            assert found[name][0] == names, name
+            assert found[name][1] == pytest.approx(values, abs=1e-5), name
 
 
 SCRIPT = """

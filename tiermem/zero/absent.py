@@ -204,10 +204,10 @@ class OwnerInInit(Protocol):
         """Gives a parameter its values until `put_back`. Collective; blocks."""
 
     def put_back(self, param: nn.Parameter) -> None:
-        """Ends a `take_out`; changes are dropped unless `replace` was called."""
+        """Ends a `take_out`; changes are dropped unless `write` was called."""
 
-    def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Replaces a parameter's values; every rank gives the whole tensor. Blocks."""
+    def write(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Replaces a parameter's values by those that rank 0 gives. Collective; blocks."""
 
 
 class RestingParameter(nn.Parameter):
@@ -378,7 +378,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(keeper, OwnerInInit):  # before the model is sharded, values are what they are set to
             value = args[1].detach().clone()
             with torch._C.DisableTorchFunctionSubclass():
-                keeper.replace(first, value)
+                keeper.write(first, value)
                 become(first, absent_part(value.shape, value.dtype, first.device))
             return None
     written = _under(args[:1] if replaces_data(func) else writes_in_place(func, args, kwargs))
@@ -419,7 +419,7 @@ def _write_in_init(keepers: Mapping[RestingParameter, OwnerInInit], func: Any, a
             ending.callback(keeper.put_back, param)
         output = _call_lent(func, (), *args, **kwargs)
         for param, keeper in keepers.items():
-            keeper.replace(param, param.detach())
+            keeper.write(param, param.detach())
     return args[0] if args and isinstance(output, torch.Tensor) else output
 
 
@@ -482,7 +482,8 @@ def refuse_read(param: nn.Parameter, num_ranks: int) -> NoReturn:
     refuse(
         param,
         f"{{}} is read outside forward and backward. Its parts are on {num_ranks} ranks, which would wait for each other. Read "
-        "it under tiermem.zero.GatheredParameters(parameter), or take Shards.weight(parameter), on every rank",
+        "it under tiermem.zero.GatheredParameters(parameter), or take Shards.weight(parameter), on every rank; before the "
+        "model is sharded, code that every rank runs may read inside tiermem.zero.Init",
     )
 
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import device_taken, find_device, kind_of_device
+from tiermem.zero import registry
 from tiermem.zero.absent import needs_values, parameters_in, replaces_data, writes_in_place
 from tiermem.zero.collectives import exchange
 from tiermem.zero.init_params import AsBuilt, ParametersInInit, size_of_near
@@ -179,6 +180,7 @@ class Init:
             ]
             self._mode = _Touch(self._built, self._serves_apply, self._overrides, self._dtype)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
+            registry.open_init(1)
         return self
 
     def __exit__(
@@ -186,6 +188,7 @@ class Init:
     ) -> None:
         if self._mode is None or self._built is None:
             return
+        registry.open_init(-1)
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         while self._handles:
             self._handles.pop().remove()

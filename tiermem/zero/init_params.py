@@ -223,9 +223,12 @@ class ParametersInInit:
     def _write_back(self, param: nn.Parameter) -> None:
         """Keeps rank 0's values of an awake parameter, which then counts as asleep."""
         if self._awake.pop(id(param), None) is not None:
-            kept = self._kept[param]
-            self._awake_bytes -= kept.whole_bytes
-            self._put(kept, self._of_rank_0(param.detach()))
+            self._awake_bytes -= self._kept[param].whole_bytes
+            self.write(param, param.detach())
+
+    def write(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Replaces a parameter's values by those that rank 0 gives. Collective when there are several ranks; blocks."""
+        self._put(self._kept[param], self._of_rank_0(value))
 
     def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor whose part that this rank keeps has rank 0's values. Collective when there are several ranks; blocks."""
@@ -287,8 +290,11 @@ class ParametersInInit:
             self._store.close()
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function while parameters hold copies of their values. Blocks. Raises RuntimeError on several ranks."""
-        if self.topology.world > 1:
+        """Calls a function while parameters hold copies of their values. Blocks.
+
+        Raises RuntimeError on several ranks, unless a zero.Init is open, in which every rank makes the same calls.
+        """
+        if self.topology.world > 1 and not registry.is_building():
             absent.refuse_read(params[0], self.topology.world)
         make = functools.partial(func, *args, **kwargs)
         with absent.copies(self, params):

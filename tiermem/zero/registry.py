@@ -17,6 +17,7 @@ EXTERNAL = "_external_params"
 
 _owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Any]]] = {}  # by id(parameter); a step asks for each
 _gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_num_open = 0
 
 
 def register(param: nn.Parameter, owner: Any) -> None:
@@ -47,6 +48,17 @@ def set_gathered(param: nn.Parameter, is_gathered: bool) -> None:
 def is_gathered(param: nn.Parameter) -> bool:
     """Whether a GatheredParameters context holds a parameter's values."""
     return len(_gathered) > 0 and param in _gathered
+
+
+def open_init(change: int) -> None:
+    """Counts the zero.Init contexts that are open: 1 opens one, -1 closes it."""
+    global _num_open
+    _num_open += change
+
+
+def is_building() -> bool:
+    """Whether a zero.Init is open."""
+    return _num_open > 0
 
 
 def owner_of(param: nn.Parameter) -> Any | None:
