@@ -251,6 +251,7 @@ CLAIMS: dict[str, Claim] = {
     ),
     "data_types.param_dtype": Claim("bf16", SWITCHES + "test_param_dtype_is_what_the_sections_say", {}, BF16),
     "data_types.buffer_dtype": Claim("bf16", RUN + "test_buffer_dtype_casts_floating_point_buffers_alone"),
+    "data_types.keep_in_fp32_modules": Claim(["bias"], RUN + "test_listed_buffers_are_fp32", {}, BF16),
     # torch_autocast
     "torch_autocast.enabled": Claim(True, PRECISION + "test_forward_runs_under_autocast"),
     "torch_autocast.dtype": Claim("fp16", PRECISION + "test_autocast_to_fp16_scales_the_loss", {}, AUTOCAST),

@@ -156,6 +156,42 @@ def test_buffer_dtype_casts_floating_point_buffers_alone(tmp_path: Path) -> None
             assert model.places.dtype is torch.int64
 
 
+class Biased(zoo.Tower):
+    """Lists what stays in fp32, as a class of transformers does."""
+
+    _keep_in_fp32_modules_strict = ("router.*_bias",)
+    _keep_in_fp32_modules = frozenset({"scale"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Module()
+        self.router.register_buffer("score_bias", torch.zeros(5))
+        self.router.register_buffer("count", torch.zeros(5, dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(5))
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+@pytest.mark.parametrize("is_built_inside", [False, True])
+@pytest.mark.parametrize("names", ["auto", ["sca*e"], []])
+def test_listed_buffers_are_fp32(names: Any, is_built_inside: bool, section: str, tmp_path: Path) -> None:
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[section]
+    kept = {"auto": {"router.score_bias", "scale"} if section == "fp16" else {"router.score_bias"}}
+    sections = {section: {"enabled": True}, "data_types": {"buffer_dtype": section, "keep_in_fp32_modules": names}}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, **sections}
+    with tiermem.zero.Init(config_dict_or_path=config, enabled=is_built_inside):
+        model = nn.Sequential(Biased())
+        before = model[0].scale.dtype
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(half) if buffer.is_floating_point() else buffer.data
+    assert before is torch.float32
+    expected = kept.get(str(names)) or ({"scale"} if names else set())
+    dtypes = {name: each.dtype for name, each in model[0].named_buffers() if each.is_floating_point()}
+    assert {name for name, each in dtypes.items() if each is torch.float32} == (expected if is_built_inside else set())
+    with engine_of(tmp_path, model=model, **sections):
+        dtypes = {name: each.dtype for name, each in model[0].named_buffers() if each.is_floating_point()}
+    assert dtypes == {name: torch.float32 if name in expected else half for name in ("router.score_bias", "scale")}
+
+
 class Features(nn.Module):
     """A model of floating-point inputs, which says in what dtype they came."""
 

@@ -98,6 +98,9 @@ class DataTypesConfig(ConfigModel):
     """What parameters are kept in; must be what bf16 and fp16 say."""
     buffer_dtype: DtypeName | None = None
     """What the model's floating-point buffers are cast to. Not set: they keep their dtype."""
+    keep_in_fp32_modules: tuple[str, ...] | None = None
+    """Parts of the names of buffers that are fp32 beside bf16 or fp16, `*` for any characters. Not set: those that classes of
+    transformers list (`_keep_in_fp32_modules_strict`; in fp16 also `_keep_in_fp32_modules`). []: none."""
 
 
 class PrecisionConfig(ConfigModel):

@@ -48,6 +48,7 @@ from tiermem.schedule import build_scheduler
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero import registry
 from tiermem.zero.access import apply_gathered
+from tiermem.zero.init import keep_buffers_in_fp32
 from tiermem.zero.init_params import built_with
 from tiermem.zero.layerwise import LayerwisePasses, Loss
 from tiermem.zero.shards import Shards
@@ -55,7 +56,8 @@ from tiermem.zero.unit_state import LiveUnit
 
 # ---- casts of the model and its inputs -------------------------------------------------------------------------------
 #
-#     once, before the model is sharded     parameters to bf16 or fp16; buffers to data_types.buffer_dtype
+#     once, before the model is sharded     parameters to bf16 or fp16; buffers to data_types.buffer_dtype, but for those of
+#                                           data_types.keep_in_fp32_modules
 #     in every forward                      inputs to fp16 (fp16.auto_cast); torch.autocast (torch_autocast)
 
 
@@ -75,8 +77,9 @@ def cast_model(model: nn.Module, config: TiermemConfig, device: torch.device) ->
         raise ValueError(f"zero.Init built parameters as {said}, the config asks for {dtype}: give both the same")
     for param in floating if dtype is not None and not built else ():
         param.data = param.data.to(dtype)
+    fp32_buffers = {id(each) for each in keep_buffers_in_fp32(model, dtype, config.data_types.keep_in_fp32_modules)}
     for buffer in model.buffers() if of_buffers is not None else ():  # else rotary frequencies stay in fp32
-        if buffer.dtype.is_floating_point:
+        if buffer.dtype.is_floating_point and id(buffer) not in fp32_buffers:
             buffer.data = buffer.data.to(of_buffers)
     for name, module in model.named_modules() if device.type == "cpu" and dtype is not None else ():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.running_mean is not None:

@@ -15,7 +15,6 @@ import copy
 import importlib
 import logging
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ from tiermem.integrations.pretrained import load_pretrained_weights, take_quanti
 from tiermem.policy import OffloadPolicy
 from tiermem.weights import find_files, read_header
 from tiermem.zero.absent import absent_part, become
-from tiermem.zero.access import GatheredParameters
-from tiermem.zero.init import Init
+from tiermem.zero.init import Init, keep_buffers_in_fp32, names_in_fp32
 
 logger = logging.getLogger("tiermem")
 
@@ -89,18 +87,12 @@ def from_pretrained(
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
     """Makes the parameters and buffers fp32 that transformers keeps so beside this dtype (`_keep_in_fp32_modules`)."""
-    plan_of = getattr(model, "_get_dtype_plan", None)
-    plan: dict[str, torch.dtype] = {} if plan_of is None else plan_of(dtype)
-    if not plan:
-        return
-    kept = re.compile("|".join(word.replace("*", ".*") for word in plan))  # as transformers matches names
+    keep_buffers_in_fp32(model, dtype)
+    kept = names_in_fp32(model, dtype)
     for name, param in model.named_parameters():
-        if kept.search(name) and param.is_floating_point():
+        if kept is not None and kept.search(name) and param.is_floating_point():
             with torch._C.DisableTorchFunction():  # its values rest elsewhere
                 become(param, absent_part(param.shape, torch.float32, param.device))
-    for name, buffer in model.named_buffers():
-        if kept.search(name) and buffer.is_floating_point():
-            become(buffer, buffer.float())
 
 
 def class_of(config: Any, model_class: Any = None) -> Any:
@@ -137,10 +129,7 @@ def _with_adapter(folder: Path, **given: Any) -> nn.Module:
         raise ValueError(f"{folder} does not name its base model: set base_model_name_or_path in adapter_config.json")
     given["revision"] = getattr(config, "revision", None)  # of the base model; a given one is the adapter's
     base = from_pretrained(config.base_model_name_or_path, **given)
-    copied = set(getattr(config, "modules_to_save", None) or ())  # peft copies these modules of the base model
-    modules = [module for name, module in base.named_modules() if name.rpartition(".")[2] in copied]
-    with GatheredParameters([param for module in modules for param in module.parameters()]):
-        found: nn.Module = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+    found: nn.Module = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
     return found.eval()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import sys
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
@@ -126,7 +127,8 @@ class Init:
             raise ValueError(
                 f"zero.Init was given param_swapper={param_swapper!r}; allowed is leaving it out: tiers move parameters here"
             )
-        self._policy, self._dtype, self._serves_apply = _read(_one_config(config_dict_or_path, config), policy, dtype)
+        given = _one_config(config_dict_or_path, config)
+        self._policy, self._dtype, self._serves_apply, self._fp32_names = _read(given, policy, dtype)
         if remote_device is not None:
             self._policy = _rest_on(self._policy, remote_device)
         self._group = _one_group(data_parallel_group, sequence_data_parallel_group, mpu)
@@ -197,6 +199,9 @@ class Init:
             for module in list(self._seen):
                 self._built.admit_new(module.parameters(recurse=False))
             self._built.finish(self._dtype, list(self._seen))
+            roots = set(self._seen) - {child for parent in self._seen for child in parent.children()}
+            for root in roots:
+                keep_buffers_in_fp32(root, self._dtype, self._fp32_names)
         else:
             self._built.discard()
         self._seen.clear()
@@ -223,7 +228,45 @@ class Init:
 
     def _stands(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         if module is not None and self._built is not None and _innermost() is self._mode:
+            self._seen[parent] = None
             self._built.admit_new(param for param in module.parameters() if not param.is_meta)
+
+
+# ---- what stays in fp32 beside bf16 and fp16 -------------------------------------------------------------------------
+
+_LISTS = {
+    torch.bfloat16: ("_keep_in_fp32_modules_strict",),
+    torch.float16: ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"),
+}
+"""Attributes of transformers' classes that list names, by the dtype of the model."""
+
+
+def names_in_fp32(
+    module: nn.Module, dtype: torch.dtype | None, asked: Sequence[str] | None = None
+) -> re.Pattern[str] | None:
+    """A pattern that is found in the names of a module's tensors that stay in fp32 beside a dtype; None: no tensor does.
+
+    asked: parts of names, in which `*` stands for any characters; None: those that the module's class lists.
+    """
+    if dtype not in _LISTS:
+        return None
+    if asked is None:
+        asked = [word for name in _LISTS[dtype] for word in getattr(module, name, None) or ()]
+    return re.compile("|".join(word.replace("*", ".*") for word in asked)) if asked else None
+
+
+def keep_buffers_in_fp32(
+    model: nn.Module, dtype: torch.dtype | None, asked: Sequence[str] | None = None
+) -> list[torch.Tensor]:
+    """Makes the floating-point buffers that stay in fp32 fp32, and returns them. `asked`: see `names_in_fp32`."""
+    kept: list[torch.Tensor] = []
+    for module in model.modules() if asked is None else (model,):
+        names = names_in_fp32(module, dtype, asked)
+        for name, buffer in module.named_buffers():
+            if names is not None and names.search(name) and buffer.is_floating_point():
+                buffer.data = buffer.data.float()
+                kept.append(buffer)
+    return kept
 
 
 def shutdown_init_context() -> None:
@@ -339,17 +382,18 @@ def _one_group(
 
 def _read(
     given: AnyConfig | None, policy: OffloadPolicy | None, dtype: torch.dtype | None
-) -> tuple[OffloadPolicy, torch.dtype | None, bool]:
-    """The policy, the dtype that parameters will have, and whether `Module.apply` brings values back."""
+) -> tuple[OffloadPolicy, torch.dtype | None, bool, Sequence[str] | None]:
+    """The policy, the dtype that parameters will have, whether `Module.apply` brings values back, and what stays in fp32."""
     if given is None:
-        return policy or OffloadPolicy(), dtype, True
+        return policy or OffloadPolicy(), dtype, True, None
     if policy is not None:
         raise ValueError("give a config or a policy, not both")
     from tiermem.config import load_config  # needed only by callers with a config
 
     loaded = load_config(given)
     dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16}.get(loaded.precision)
-    return loaded.policy(), dtype, loaded.zero_optimization.override_module_apply
+    kept = loaded.data_types.keep_in_fp32_modules
+    return loaded.policy(), dtype, loaded.zero_optimization.override_module_apply, kept
 
 
 def _rest_on(policy: OffloadPolicy, remote_device: str) -> OffloadPolicy:
