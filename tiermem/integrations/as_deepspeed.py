@@ -29,6 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn import functional as F
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from tiermem.config.load import named_in_errors, read_raw
 from tiermem.engine import Engine
@@ -143,16 +146,32 @@ class Init(ZeroInit):
 
 
 def _draw_parametrised(module: nn.Module) -> None:
-    """Gives a layer's computed weights the values that torch's layers begin with.
+    """Gives a layer's computed weights the values that torch's layers begin with, also those that older hooks compute.
 
     transformers' no_init_weights has left them undefined. It initialises what the files lack after the build, and then writes
     to `layer.weight`, which is no parameter. The random state stays.
     """
-    for name in getattr(module, "parametrizations", ()):
-        shown = getattr(module, name)
-        bound = max(shown[:1].numel(), 1) ** -0.5
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            setattr(module, name, torch.empty_like(shown).uniform_(-bound, bound))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        computed: Any = getattr(module, "parametrizations", {})
+        for name in computed:
+            setattr(module, name, _drawn(getattr(module, name)))
+            for buffer, vector in computed[name].named_buffers():
+                if buffer.endswith(("._u", "._v")):  # of a spectral norm
+                    vector.copy_(F.normalize(torch.randn_like(vector), dim=0))
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm):
+                direction = getattr(module, f"{hook.name}_v")
+                direction.copy_(_drawn(direction))
+                getattr(module, f"{hook.name}_g").copy_(torch.norm_except_dim(direction, 2, hook.dim))
+            elif isinstance(hook, SpectralNorm):
+                weight = getattr(module, f"{hook.name}_orig")
+                weight.copy_(_drawn(weight))
+
+
+def _drawn(shown: torch.Tensor) -> torch.Tensor:
+    """Values of its shape, drawn as torch's layers draw their weights."""
+    bound = max(shown[:1].numel(), 1) ** -0.5
+    return torch.empty_like(shown).uniform_(-bound, bound)
 
 
 def _without_speed(params: Any) -> Any:

@@ -148,12 +148,12 @@ def _dtype_of(asked: torch.dtype | str, config: Any, folder: Path) -> torch.dtyp
 
 @contextlib.contextmanager
 def _without_init(kind: Any, config: Any, folder: Path) -> Iterator[None]:
-    """A block in which parameters get no initial values, if the files have all of them under the model's own names."""
+    """A block in which parameters get no initial values, if the files have all values under the model's own names."""
     with torch.device("meta"):
         model = kind(config)
     names: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), set()).add(name)
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), set()).add(name)
     found = {each.name for file in find_files(folder) for each in read_header(file)}
     if not all(each & found for each in names.values()):
         yield
