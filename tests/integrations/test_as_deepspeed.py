@@ -27,6 +27,7 @@ from trainings import Trainer, train
 from transformers import AutoModelForCausalLM
 
 import tiermem
+from tiermem.integrations import as_deepspeed
 from tiermem.integrations.as_deepspeed import initialize, main
 
 HERE = Path(__file__).parent
@@ -74,13 +75,15 @@ def test_every_case_gives_the_result_that_the_page_says(tmp_path: Path) -> None:
 
 
 RANKS = HERE / "deepspeed_on_ranks.py"
-UNDER = ["-m", "tiermem.as_deepspeed", str(RANKS)]
+
+
+UNDER = ["-m", "tiermem.as_deepspeed"]
 
 
 def launched(folder: Path, *words: str) -> list[dict[str, Any]]:
-    """Runs a launcher; returns what each of two ranks wrote."""
+    """Runs a launcher of the script of two ranks; returns what each wrote."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *words, *UNDER, str(folder)]
+    command = [sys.executable, "-m", *words, str(RANKS), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-20000:]
     return [json.loads((folder / f"{rank}.json").read_text("utf-8")) for rank in range(2)]
@@ -94,7 +97,7 @@ def assert_near(found: dict[str, Any], expected: str, *names: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_of_torchrun_train_and_resume_as_without_deepspeed(tmp_path: Path) -> None:
-    for found in launched(tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node=2"):
+    for found in launched(tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node=2", *UNDER):
         assert_near(found, "plain", "zero2", "zero2 resumed", "zero3", "zero3 resumed")
         assert_near(found, "plain loop", "loop 1", "loop 2", "loop 3")
 
@@ -104,9 +107,14 @@ def test_accelerate_launch_with_a_deepspeed_plugin(tmp_path: Path) -> None:
     sizes = ["--num_processes=2", "--num_machines=1", f"--main_process_port={free_port()}", "--mixed_precision=no"]
     zero = ["--use_deepspeed", "--zero_stage=3", "--offload_optimizer_device=cpu", "--offload_param_device=cpu"]
     steps = ["--gradient_accumulation_steps=2", "--gradient_clipping=1.0"]
-    words = ["tiermem.as_deepspeed", "-m", "accelerate.commands.launch", *sizes, *zero, *steps]
+    words = ["tiermem.as_deepspeed", "-m", "accelerate.commands.launch", *sizes, *zero, *steps]  # ranks have no prefix
     for found in launched(tmp_path, *words):
         assert_near(found, "plain loop", "plugin of the launcher")
+
+
+def test_the_metadata_names_the_version_that_is_answered() -> None:
+    metadata = Path(as_deepspeed.__file__).with_name("deepspeed_names") / "deepspeed.dist-info" / "METADATA"
+    assert f"Version: {as_deepspeed.VERSION}\n" in metadata.read_text("utf-8")
 
 
 def test_it_is_refused_after_transformers_or_deepspeed_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,5 +97,5 @@ def test_its_command_line_under_as_deepspeed_has_the_losses_of_its_own(tmp_path:
     expected = losses("plain", "trl.cli.main", "sft")
     assert len(expected) == 6
     config_file = str(tmp_path / "ds.json")
-    found = losses("ours", "tiermem.as_deepspeed", "-m", "trl.scripts.sft", "--deepspeed", config_file)
+    found = losses("ours", "tiermem.as_deepspeed", "-m", "trl.cli.main", "sft", "--deepspeed", config_file)
     assert found == pytest.approx(expected, rel=0, abs=1e-5)

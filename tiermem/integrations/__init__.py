@@ -8,7 +8,7 @@
     huggingface   TiermemTrainer: transformers' Trainer, and the mixin for trainers that inherit from it
     accelerate    prepare: an Accelerator that drives a sharded model
     lightning     TiermemStrategy: Lightning's Trainer over a sharded module
-    as_deepspeed  answers for the modules of DeepSpeed that Hugging Face's libraries import
+    as_deepspeed  answers for the modules of DeepSpeed that Hugging Face's libraries import (deepspeed_names: the first of them)
 
 Files in order: each imports only files before it.
 """

@@ -3,9 +3,9 @@
     tiermem.as_deepspeed()                        before transformers is imported
     python -m tiermem.as_deepspeed train.py ...   for a script that stays as it is
 
-A finder in sys.meta_path makes the modules of NAMES and the metadata of a distribution named deepspeed. Their names are
-tiermem's, imported when first used; other names raise AttributeError, other modules ModuleNotFoundError. Nothing is patched,
-and without a call nothing is changed.
+The folder deepspeed_names, first in sys.path, has a module deepspeed and its metadata. Imported, the module puts a finder into
+sys.meta_path that makes the modules of NAMES. Their names are tiermem's, imported when first used; other names raise
+AttributeError, other modules ModuleNotFoundError. Nothing is patched, and without a call nothing is changed.
 
 Saved checkpoints are complete copies, as DeepSpeed's are, unless the config sets `tiermem.durability`.
 """
@@ -21,7 +21,7 @@ import logging
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -297,17 +297,25 @@ def as_deepspeed() -> None:
 
     Raises RuntimeError when deepspeed itself, or transformers or accelerate, which looked for it, is imported already.
     """
-    if any(isinstance(each, _Finder) for each in sys.meta_path):
+    if _FOLDER in sys.path:
         return
     early = [name for name in ("deepspeed", "transformers", "accelerate") if name in sys.modules]
     if early:
         raise RuntimeError(f"as_deepspeed was called after {early[0]} was imported: call it before, or start the script by "
                            "`python -m tiermem.as_deepspeed`")  # fmt: skip
+    sys.path.insert(0, _FOLDER)
+
+
+_FOLDER = os.path.join(os.path.dirname(__file__), "deepspeed_names")
+
+
+def find_modules() -> None:
+    """Makes `deepspeed.X` be found from now on, of the modules in NAMES."""
     sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules of NAMES, and the distribution."""
+    """Makes the modules of NAMES."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname not in NAMES:
@@ -317,29 +325,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         module.__dict__["__version__"] = VERSION
-        module.__dict__["__getattr__"] = lambda attribute: _look_up(name, attribute)
-
-    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        """Yields the distribution, where it is asked for by its name or all are asked for."""
-        if getattr(context, "name", None) in (None, "deepspeed"):
-            yield _Distribution()
+        module.__dict__["__getattr__"] = lambda attribute: look_up(name, attribute)
 
 
-class _Distribution(importlib.metadata.Distribution):
-    """The metadata of the interface."""
-
-    def read_text(self, filename: str) -> str | None:
-        texts = {
-            "METADATA": f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\n",
-            "top_level.txt": "deepspeed\n",
-        }
-        return texts.get(filename)
-
-    def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        return None
-
-
-def _look_up(module: str, name: str) -> Any:
+def look_up(module: str, name: str) -> Any:
     """A name of one of the modules. Raises AttributeError."""
     if f"{module}.{name}" in NAMES:
         return importlib.import_module(f"{module}.{name}")
@@ -355,10 +344,14 @@ def _look_up(module: str, name: str) -> Any:
 
 
 def main() -> None:
-    """Runs a script, or a module after -m, with its own arguments, as Python does."""
+    """Runs a script, or a module after -m, with its own arguments, as Python does.
+
+    Processes that it starts with this environment find tiermem under the same names.
+    """
     if len(sys.argv) < 2 or (sys.argv[1] == "-m" and len(sys.argv) < 3):
         raise SystemExit("usage: python -m tiermem.as_deepspeed SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS]")
     as_deepspeed()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_FOLDER, os.environ.get("PYTHONPATH"))))
     if sys.argv[1] == "-m":
         sys.argv[:] = sys.argv[2:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
