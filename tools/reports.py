@@ -190,10 +190,12 @@ class TensorBoardLog(Observer):
     """Writes the figures of every step into a folder for TensorBoard. Imports torch, which the launcher does without otherwise.
 
     `train/` has loss, norm and rate, `tiermem/` the seconds of each phase, tokens a second, GB/s, waiting, resident memory, and
-    what limited the step, as text. Raises ImportError where tensorboard is not installed.
+    what limited the step, as text. The folder is new: TensorBoard's own writer follows links. Raises FileExistsError for one
+    that exists, ImportError where tensorboard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
         self._resident_bytes = 0
 

@@ -31,14 +31,17 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_every_step_has_its_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    log = TensorBoardLog(tmp_path)
+    (tmp_path / "planted").symlink_to(tmp_path)
+    with pytest.raises(FileExistsError):
+        TensorBoardLog(tmp_path / "planted")
+    log = TensorBoardLog(tmp_path / "log")
     log.on_sample(Sample(0, 3 << 30, None))
     for step in (1, 2):
         message = {"kind": "step", "step": step, "loss": 2.0 / step, "tokens": 100, "grad_norm": 1.0, "lr": 0.5}
         log.on_message({**message, "forward_s": 1.0, "backward_s": 2.0, "step_s": 1.0, "limited_by": "disk"})
     log.on_message({"kind": "done"})
     log.close()
-    found = scalars(tmp_path)
+    found = scalars(tmp_path / "log")
     assert found["train/loss"] == [(1, 2.0), (2, 1.0)]
     assert found["tiermem/tokens_per_s"] == [(1, 25.0), (2, 25.0)]
     assert found["tiermem/resident_gib"] == [(1, 3.0), (2, 3.0)]
