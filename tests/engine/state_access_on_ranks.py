@@ -67,7 +67,7 @@ def look_and_put(case: str, nvme: Path) -> dict[str, Any]:
     )
     model: nn.Module = built().to(torch.bfloat16 if preset else torch.float32)
     found: dict[str, Any] = {}
-    with tiermem.shard(model, policy):
+    with tiermem.shard(model, policy) as shards:
         torch.set_num_threads(1)
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         loss_of(model, 0).backward()
@@ -88,6 +88,15 @@ def look_and_put(case: str, nvme: Path) -> dict[str, Any]:
         found["norm"] = optim.grad_norm
         found["loss"] = loss_of(model, 2).item()
         found["weights"] = dict(model.state_dict())
+        if not preset:
+            twin, batch = built(), 3 + dist.get_rank()
+            twin.load_state_dict(found["weights"])
+            loss_of(twin, batch).backward()
+            found["of this rank"] = [param.grad for param in twin.parameters()]
+            optim.zero_grad()
+            with shards.no_sync():
+                loss_of(model, batch).backward()
+                found["in no_sync"] = [safe_get_full_grad(param) for param in model.parameters()]
     return found
 
 

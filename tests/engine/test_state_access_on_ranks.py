@@ -102,3 +102,14 @@ def test_the_step_after_it_is_the_same_on_any_number_of_ranks(case: str, ranks: 
         assert rank[case]["norm"] == pytest.approx(alone["norm"], rel=1e-6)
         assert rank[case]["loss"] == pytest.approx(alone["loss"], rel=1e-5 if CASES[case][2] == "" else 0.05)
         assert_same_tensors(rank[case]["weights"], found[ranks][0][case]["weights"])
+
+
+@many_ranks
+@pytest.mark.parametrize("case", [name for name, (_, _, preset) in CASES.items() if not preset])
+def test_in_no_sync_a_gradient_is_that_of_the_rank_or_reduced(found: Found, case: str, ranks: int) -> None:
+    """Below stage 2 no backward in the block reduces; from there on each does, since a rank has room for its part alone."""
+    own = [rank[case]["of this rank"] for rank in found[ranks]]
+    mean = [torch.stack(each).mean(0) for each in zip(*own, strict=True)]
+    for rank, mine in zip(found[ranks], own, strict=True):
+        for seen, expected in zip(rank[case]["in no_sync"], mine if CASES[case][0] < 2 else mean, strict=True):
+            torch.testing.assert_close(seen, expected)
