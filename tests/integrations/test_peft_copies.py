@@ -113,6 +113,46 @@ def test_on_two_ranks_an_adapted_model_is_the_plain_one(tmp_path: Path) -> None:
             assert found[name][1] == pytest.approx(values, abs=1e-5), name
 
 
+GROWTH = """
+import re, sys
+from pathlib import Path
+import peft, transformers, tiermem
+from tiermem import OffloadPolicy, Tier
+
+policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[sys.argv[1]], persistence_numel=50)
+
+def status(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) >> 10
+
+def base(num_layers):
+    fields = dict(vocab_size=64, hidden_size=1024, intermediate_size=1024, num_attention_heads=8)
+    with tiermem.zero.Init(policy=policy):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=num_layers, **fields))
+
+def adapted(model):
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=sys.argv[2])
+    return peft.get_peft_model(model, config)
+
+tiermem.shard(adapted(base(1)), policy).close()  # libraries that are loaded on first use are
+model = base(5)
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = status("VmRSS")
+model = adapted(model)
+print(status("VmHWM") - before, sum(each.numel() * 4 >> 20 for each in model.parameters()))
+tiermem.shard(model, policy).close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", ["olora", "pissa_niter_2"])
+def test_values_computed_from_the_base_take_memory_for_one_weight(values: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GROWTH, str(tmp_path), values]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    grown, whole = map(int, done.stdout.split()[-2:])
+    assert grown <= 12 * 4 < whole // 2  # in MiB: copies of one weight and its factors, and what the C library keeps
+
+
 SCRIPT = """
 import sys, peft, transformers as T
 zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
