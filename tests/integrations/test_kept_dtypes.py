@@ -46,6 +46,7 @@ CASES = {
         torch.float16, 5,
     ),
     "t5": Case("T5ForConditionalGeneration", "T5Config", T5, torch.float16, 4),
+    "mt5": Case("MT5ForConditionalGeneration", "MT5Config", T5, torch.float16, 4),
     "umt5": Case("UMT5ForConditionalGeneration", "UMT5Config", T5, torch.float16, 4),
     "rwkv": Case("RwkvForCausalLM", "RwkvConfig", RWKV, torch.float16, 4),
     "llama, norms in fp32 in its files": Case("LlamaForCausalLM", "LlamaConfig", LLAMA, torch.bfloat16, 0),
