@@ -106,6 +106,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self.sums = Sums(self.recorder)
         self._entries: dict[str, Entry] = {}
         self._under_way = UnderWay()
+        self._is_starting = False  # a transfer has no owner yet
         self._frozen: dict[int, list[NvmeHome]] = {}  # by the freeze's number; dropped entries included
         self._freeze_numbers = itertools.count(1)
         self._lock = threading.RLock()  # guards the entries and everything above
@@ -303,8 +304,10 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             buffers = [buffer for _, _, buffer in ranges]
             if not ops:
                 return self._nothing_to_move(buffers, name)
-            move = Move(self.queues, self.queues.submit(ops, priority), buffers, name, check=check)
+            queues = self._before_start()
+            move = Move(queues, queues.submit(ops, priority), buffers, name, check=check)
             self._under_way.add(move, entries)
+            self._is_starting = False
             return move
 
     def write(self, ranges: Sequence[Range], name: str, priority: int = BACKGROUND) -> Move:
@@ -469,7 +472,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             return entry.coming
         if into is not None and into.num_bytes < entry.padded_bytes:
             raise ValueError(f"{entry.name!r} needs a slot of {entry.padded_bytes} bytes; it has {into.num_bytes}")
-        owns, queues = into is None, self.queues
+        owns, queues = into is None, self._before_start()
         slot = into or self.arena.take(entry.padded_bytes, f"{entry.name!r}, being fetched,")
         owned = [slot] if owns else []
 
@@ -497,6 +500,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             raise
         entry.come(move, slot, owns)
         self._under_way.add(move, (entry,))
+        self._is_starting = False
         return move
 
     def _write_back(self, entry: Entry) -> Move:
@@ -547,10 +551,19 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """Starts transfers of entries. Holds the lock; `how` are further arguments of Move."""
         if not transfers:
             return self._nothing_to_move(owns, name)
-        queues = self.queues
+        queues = self._before_start()
         move = Move(queues, queues.submit(transfers, priority), owns, name, **how)
         self._under_way.add(move, entries)
+        self._is_starting = False
         return move
+
+    def _before_start(self) -> Queues:
+        """The queues, marked until a move owns what starts. A mark that is left tells of an interrupt: a transfer without an
+        owner, which is waited for before its buffer is used again."""
+        if self._is_starting:
+            self.end_transfers()
+        self._is_starting = True
+        return self.queues
 
     def _nothing_to_move(self, result: object, name: str) -> Move:
         return Move(self._no_queues, None, result, name)

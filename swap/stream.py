@@ -54,11 +54,12 @@ class Bounce:
         self._store = store
         self._pieces = [store.arena.take(piece_bytes, "a bounce buffer").tensor for _ in range(count)]
         self._piece_bytes = piece_bytes
+        self._is_used = False
 
     def read(self, entry: str, start: int, stop: int, into: torch.Tensor) -> None:
         """Copies bytes [start, stop) of an entry on NVME into a uint8 tensor of that length. Blocks; raises OSError."""
         _check_range(start, stop, into)
-        with InFlight(len(self._pieces)) as in_flight:
+        with self._in_use() as in_flight:
             for offset, piece in self._cut(start, stop):
                 move = self._store.read([(entry, offset, piece)], entry)
                 in_flight.add(functools.partial(_copy_out, move, offset - start, piece, into))
@@ -70,7 +71,7 @@ class Bounce:
         """
         stop = start + data.numel()
         _check_range(start, stop, data)
-        with self._store.sums.patching(entry, start, data), InFlight(len(self._pieces)) as in_flight:
+        with self._store.sums.patching(entry, start, data), self._in_use() as in_flight:
             for offset, piece in self._cut(start, stop):
                 first, last = max(start, offset), min(stop, offset + piece.numel())
                 if last - first < piece.numel():
@@ -78,6 +79,16 @@ class Bounce:
                     self._store.read([(entry, offset, piece)], entry, is_checked=False).wait()
                 piece[first - offset : last - offset] = data[first - start : last - start]
                 in_flight.add(self._store.write([(entry, offset, piece)], entry).wait)
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[InFlight]:
+        """A block that uses the buffers. After an interrupt the next one waits for transfers that are left in them."""
+        if self._is_used:
+            self._store.end_transfers()
+        self._is_used = True
+        with InFlight(len(self._pieces)) as in_flight:
+            yield in_flight
+        self._is_used = False
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (offset, buffer) of each piece of the aligned range around [start, stop); it uses the buffers in turn."""
