@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tiermem.zero.collectives import Pending
+from tiermem.zero.collectives import Pending, Then
 from tiermem.zero.topology import Topology
 
 ALONE = Topology(None, 0, 1, 1, 0)
@@ -45,6 +45,21 @@ def test_a_failure_is_raised_after_the_others_have_ended_with_the_memory_still_t
         pending.wait()
     assert all(work.is_over for work in works)
     assert seen() is None
+
+
+def test_the_end_after_an_interrupt_waits_again() -> None:
+    def interrupted() -> None:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits == 1:
+            raise KeyboardInterrupt
+
+    num_waits, unpacked = 0, list[str]()
+    pending = Then([Pending(ALONE, "gathering a", [[Work(looks=interrupted)]], [])], lambda: unpacked.append("a"))
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    pending.end()
+    assert num_waits == 2 and not unpacked
 
 
 def test_a_round_is_not_started_after_one_that_failed() -> None:

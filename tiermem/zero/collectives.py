@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tiermem.swap.accelerator import to_device
-from tiermem.zero.failures import OtherGroups, meet
+from tiermem.zero.failures import OtherGroups, RankLost, meet
 from tiermem.zero.topology import Topology
 
 # ---- messages between CPU ranks --------------------------------------------------------------------------------------
@@ -78,11 +78,11 @@ def swap_rows(
     me, mine, theirs = group.rank(), sent.view(group.size(), -1), received.view(group.size(), -1)
     others = [rank for rank in range(group.size()) if rank != me]
     tag = REDUCE_TAG + number
+    topology.traffic.add("all_to_all_single", what, sent.nbytes, among)
     with explaining(topology, what):
         works = [group.recv([theirs[rank]], rank, tag) for rank in others]
         works = marked(group, works + [group.send([mine[rank]], rank, tag) for rank in others])
     theirs[me].copy_(mine[me])
-    topology.traffic.add("all_to_all_single", what, sent.nbytes, among)
     return Pending(topology, what, [works], [received, sent])
 
 
@@ -135,17 +135,19 @@ class Pending:
             self._wait()
 
     def _wait(self) -> None:
-        rounds, self._rounds = self._rounds, ()
         watch = self._topology.watch
         if watch is not None:
             watch.begin_wait()
         try:
-            for works in rounds:
+            for works in self._rounds:
                 self._wait_for(works)
+        except RuntimeError:
+            self._rounds = self._owns = ()
+            raise
         finally:
-            self._owns = ()
             if watch is not None:
                 watch.end_wait()
+        self._rounds = self._owns = ()  # not before: after an interrupt `end` waits again
 
     def _wait_for(self, works: Sequence[Any]) -> None:
         """Waits for all of a round, then raises the first failure: until then transfers use the owned tensors.
@@ -234,10 +236,10 @@ class RowSums:
             yield works
 
         works: list[Any] = []
+        self._topology.traffic.add("all_gather_into_tensor", what, rows.nbytes, "world")
         with explaining(self._topology, what):
             for rank in range(me + 1, size):
                 works += group.recv([rows[rank]], rank, tag), group.send([row], rank, tag)
-        self._topology.traffic.add("all_gather_into_tensor", what, rows.nbytes, "world")
         return Pending(self._topology, what, rounds(), [rows, row])
 
 
@@ -249,7 +251,7 @@ class Then(Pending):
     """Several collectives under way, and the work that follows them in the first wait.
 
     on_end: called when all have ended.
-    release: called last, also after an error.
+    release: called last, also after an error; perhaps more than once.
     """
 
     def __init__(
@@ -261,14 +263,22 @@ class Then(Pending):
 
     def wait(self) -> None:
         """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
-        pending, self._pending = self._pending, ()
-        if pending:
-            try:
-                for each in pending:
-                    each.wait()
+        try:
+            for each in self._pending:
+                each.wait()
+            if self._pending:
                 self._on_end()
-            finally:
-                self._release()
+        except Exception:
+            self._pending = ()
+            raise
+        finally:
+            self._release()
+        self._pending = ()
+
+    def end(self) -> None:
+        """Waits until no transfer uses the tensors any more, also after an interrupt of `wait`; errors are suppressed."""
+        for each in self._pending:
+            each.end()
 
 
 def newest(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,16 +292,17 @@ def start(topology: Topology, what: str, collective: Callable[..., Any], *args: 
 
     Raises RankLost.
     """
-    with explaining(topology, what):
-        work = newest(collective)(*args, group=topology.group_of(among), async_op=True)
     tensors = [each for each in args if isinstance(each, torch.Tensor)]
     topology.traffic.add(collective.__name__, what, max(tensor.nbytes for tensor in tensors), among)
+    with explaining(topology, what):
+        work = newest(collective)(*args, group=topology.group_of(among), async_op=True)
     return Pending(topology, what, [[work]], tensors)
 
 
 def call(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> None:
     """Runs a collective and blocks until it has ended. Raises RankLost, which names the rank that is gone."""
-    start(topology, what, collective, *args, among=among).wait()
+    with explaining(topology, what):
+        start(topology, what, collective, *args, among=among).wait()
 
 
 def total(topology: Topology, sums: torch.Tensor, among: str = "shard") -> torch.Tensor:
@@ -321,13 +332,13 @@ def share_parts(topology: Topology, value: torch.Tensor, places: Sequence[int], 
         return
     rows = value.view(-1).split(max(1, -(-value.numel() // topology.num_shards)))
     me, works = group.rank(), list[Any]()
+    topology.traffic.add("send", what, value.nbytes, "world")
     with explaining(topology, what):
         for rank in range(1, group.size()):
             if me in (0, rank) and places[rank] < len(rows):
                 call_of = group.send if me == 0 else group.recv
                 works.append(call_of([rows[places[rank]]], rank if me == 0 else 0, REDUCE_TAG - 1))
-    topology.traffic.add("send", what, value.nbytes, "world")
-    Pending(topology, what, [works], [value]).wait()
+        Pending(topology, what, [works], [value]).wait()
 
 
 def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
@@ -367,16 +378,23 @@ def exchange(topology: Topology, value: str) -> list[str]:
 
 
 class explaining:  # noqa: N801 (named as a function, which it stands for)
-    """Makes an error of a collective say where ranks differ, or which rank is gone. Finding that takes a few seconds."""
+    """Makes an error of a collective say where ranks differ, or which rank is gone. Finding that takes a few seconds.
+
+    An interrupt in the block leaves messages that no call waits for: after it every block raises RankLost.
+    """
 
     def __init__(self, topology: Topology, what: str) -> None:
         self._topology = topology
         self._what = what
 
     def __enter__(self) -> None:
-        """Does nothing."""
+        if self._topology.watch is not None:
+            self._topology.watch.check_whole()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         watch = self._topology.watch
-        if isinstance(error, RuntimeError) and watch is not None:
+        if error is None or watch is None or isinstance(error, RankLost):
+            return
+        if isinstance(error, RuntimeError):
             raise watch.explain(self._what, error) from error
+        watch.is_torn |= isinstance(error, MemoryError) or not isinstance(error, Exception)

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -48,12 +49,14 @@ class Traffic:
     def __init__(self, max_calls: int = 50_000) -> None:
         self.payloads: collections.deque[Payload] = collections.deque(maxlen=max_calls)
         self._num_calls = 0  # since the beginning
+        self.digest = 0  # of all calls and their order
         self._newest: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_NUM_COMPARED)
 
     def add(self, op: str, what: str, num_bytes: int, among: str = "world") -> None:
         """Records one call."""
         self.payloads.append(Payload(op, what, num_bytes, among))
         self._num_calls += 1
+        self.digest = zlib.crc32(f"{op} {what}".encode(), self.digest)
         self._newest.append((self._num_calls, op, what))
 
     def newest(self) -> dict[int, str]:
@@ -188,6 +191,7 @@ class Watch:
         self._most_silent_s = max(0.9 * timeout_s, timeout_s - _PATIENCE_S)
         self._interval_s = max(min(timeout_s / 20, max(0.5, len(ranks) / 100)), 0.05)  # 200 datagrams a second at most
         self._beat: Heartbeat | None = None  # None until the watch is started, and where there are no datagrams
+        self.is_torn = False  # an interrupt has ended an exchange of this rank, or came amid what follows one
         self._is_ended = False  # this rank's waits were ended, after a rank was lost
         self._board = Board(self._is_keeper_silent)
         self._board.post(f"rank/{self._me}", (socket.gethostname(), os.getpid(), _start_of(os.getpid())))
@@ -233,6 +237,15 @@ class Watch:
             self._known = {rank: self._board.wait(f"rank/{rank}") for rank in self._ranks}
         except RuntimeError as error:
             raise self._explain_loss("the roll call", error) from error
+
+    def check_whole(self) -> None:
+        """Raises RankLost if this rank was interrupted where the others may have gone on; ends their waits for it."""
+        if self.is_torn:
+            self.end_waits()
+            raise RankLost(
+                f"rank {self._me} was interrupted in the midst of what ranks do together, so that this model is torn: another "
+                "rank may be a step ahead. End every rank, and open a checkpoint that is whole"
+            )
 
     def begin_wait(self) -> None:
         """Notes that this rank waits for others from now on."""

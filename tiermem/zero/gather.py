@@ -260,7 +260,8 @@ def gather_unit(
     """
     whole = UnitGather(topology, unit, full, span=span)
     whole.put(shard)
-    whole.start().wait()
+    with explaining(topology, f"gathering {unit.name}"):
+        whole.start().wait()
 
 
 def assemble(topology: Topology, local: torch.Tensor, share: int, device: torch.device, what: str) -> torch.Tensor:
@@ -315,8 +316,7 @@ def _send_rows(topology: Topology, each: _Round, rows: torch.Tensor, what: str) 
             pieces = [rows[place] for place in places]
             topology.traffic.add("all_gather", what, sum(piece.nbytes for piece in pieces), each.among)
             works += send_to_all(group, each.me, pieces, (number + 2) * GATHER_TAG - 1)  # a tag of no unit
-        works = marked(group, works)
-    Pending(topology, what, [works], [rows]).wait()
+        Pending(topology, what, [marked(group, works)], [rows]).wait()
 
 
 # ---- the second copy of hpZ ------------------------------------------------------------------------------------------

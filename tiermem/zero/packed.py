@@ -114,10 +114,10 @@ class PackedGather(Gather):
             return start(topology, what, dist.all_gather_into_tensor, wire.rows.view(-1), wire.mine, among="shard")
         pieces = list(wire.rows)
         pieces[topology.shard_rank].copy_(wire.mine)
+        topology.traffic.add("all_gather_into_tensor", what, wire.rows.nbytes, "shard")
         with explaining(topology, what):
             tag = GATHER_TAG + self._unit.shards[0].index
             works = marked(group, send_to_all(group, topology.shard_rank, pieces, tag))
-        topology.traffic.add("all_gather_into_tensor", what, wire.rows.nbytes, "shard")
         return Pending(topology, what, [works], [wire.rows])
 
 
@@ -151,9 +151,9 @@ class _Wire:
         self.rows = memory[-num_bytes * topology.num_shards :].view(topology.num_shards, num_bytes)
 
     def give_back(self) -> None:
-        if self._pool is not None and self._slot is not None:
-            self._pool.give_back(self._slot)
-        self._slot = None
+        slot, self._slot = self._slot, None
+        if self._pool is not None and slot is not None:
+            self._pool.give_back(slot)
 
 
 class Carving:

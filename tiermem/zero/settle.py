@@ -165,7 +165,7 @@ def settle(
     if is_accelerator(values.device):
         _announce(units, plan, policy, values)
     nan_bytes = max((unit.full_bytes for unit in units if unit.takes_buffer), default=0)
-    buffers = pools.units, pools.shards, plan.units
+    buffers = pools.units, pools.shards, pools.wires, plan.units
     passage = Passage(values.store, values.steps, values.device, *buffers, nan_bytes)
     settler = _Settler(plan, policy, values, pools, passage)
     return [settler.send_home(unit) for unit in units], passage

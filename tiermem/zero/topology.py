@@ -79,6 +79,12 @@ class Topology:
         """Ranks that hold a copy of this rank's part, this rank included."""
         return self.world // self.num_shards
 
+    def check_alone(self) -> None:
+        """After an interrupt amid what ranks do together: raises RankLost from now on, unless this rank is alone."""
+        if self.watch is not None:
+            self.watch.is_torn = True
+            self.watch.check_whole()
+
     def group_of(self, among: str) -> dist.ProcessGroup:
         """The process group of a dimension: "world" (all), "shard", "replica", "across" or "within"."""
         peers = self.across if among == "across" else self.within

@@ -101,6 +101,7 @@ class Passage:
         device: runs the maths.
         slots: buffers for full layouts (CPU); None: torch's allocator.
         stages: buffers for shards on their way to a gather or to the accelerator.
+        wires: buffers of packed gathers.
         on_device: the plan's buffers for full layouts; used on an accelerator.
         nan_bytes: of the largest full layout whose memory comes and goes.
     """
@@ -112,6 +113,7 @@ class Passage:
         device: torch.device,
         slots: Pool | None,
         stages: Pool | None,
+        wires: Pool | None,
         on_device: Buffers,
         nan_bytes: int,
     ) -> None:
@@ -121,6 +123,7 @@ class Passage:
         self.device = device
         self.slots = None if is_accelerated else slots
         self.stages = Stages(stages) if stages is not None else None
+        self._wires = wires
         self.may_exchange = can_swap_pointers(torch.device("cpu"))  # the memory of shards that rest in the CPU's
         self.may_swap = not is_accelerated and self.may_exchange  # that of full layouts
         is_carved = is_accelerated and on_device.num > 0 and can_swap_pointers(device)
@@ -172,7 +175,7 @@ class Passage:
             for stream in (current_stream(self.device), self.copies):
                 assert stream is not None
                 self.owner.wait_stream(stream)
-        for each in (self.slots, self.stages, self.slab):
+        for each in (self.slots, self.stages, self._wires, self.slab):
             if each is not None:
                 each.reset()
 
