@@ -5,6 +5,7 @@
                  cell of a notebook does: zero_grad, and two more steps
     held         losses and weights are to the bit those of a run without an interrupt, in which the interrupted step was made
                  or was not; or an error says that the model is torn, and opening a checkpoint, or closing, is as it says
+    two ranks    one rank or both are interrupted; each goes on to the bit, or says that the model or the other rank is lost
 
 A place is a line, in its first execution and in a later one that the seed chooses, and each opcode of the functions that commit
 (COMMITS). After a run no file, thread, folder or buffer of it may be left. Exceptions are a signal's KeyboardInterrupt, and
@@ -41,11 +42,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import sabotage
 import torch
-from forks import forked
+import torch.distributed as dist
+from forks import forked, free_port
 from small_run import Said, Small, lines_of
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.zero.failures import RankLost
 
 LONGEST_S = 60
 PARTS = ("train", "evaluate", "gather", "save", "load", "close", "build")
@@ -72,6 +75,7 @@ class Setting(NamedTuple):
     clipping: float = 0.0  # so low that what backward has stepped is undone
     buffers: int | None = None
     in_backward: bool = False
+    world: int = 1
 
 
 SETTINGS = (
@@ -87,7 +91,11 @@ SETTINGS = (
     Setting("device", "device", "none", stage=0, has_engine=True),
     Setting("device", "nvme", "forward", stage=2),
     Setting("nvme", "host", "none", in_backward=True, dtype="bfloat16"),
+    Setting("nvme", "nvme", "forward", world=2),
+    Setting("device", "host", "none", stage=1, world=2),
 )
+_TIMEOUT_S = 4.0
+"""The longest wait of a rank for the other."""
 
 
 class Place(NamedTuple):
@@ -100,6 +108,9 @@ class Place(NamedTuple):
     function: str
 
 
+_NOWHERE = Place("", 0, -1, 1, "")
+
+
 class Case(NamedTuple):
     """A place in a part of a setting's run, and what is raised there."""
 
@@ -107,6 +118,7 @@ class Case(NamedTuple):
     part: str
     place: Place
     kind: str
+    ranks: tuple[int, ...] = (0,)
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -135,6 +147,7 @@ class Run:
         policy = OffloadPolicy(
             stage=setting.stage, params=tiers["params"], optim=tiers["states"], paths=nvme, persistence_numel=0,
             overlap=setting.overlap, unit_buffers=setting.buffers, tile_numel=4096, step_in_backward=setting.in_backward,
+            timeout_s=_TIMEOUT_S,
         )  # fmt: skip
         self.model = self.model.to(getattr(torch, setting.dtype))
         self.shards = tiermem.shard(self.model, policy, device="cpu")
@@ -352,8 +365,13 @@ def says_torn(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in text for word in TORN) and "open a checkpoint" in text
 
 
+def is_told(error: BaseException, setting: Setting) -> bool:
+    """Whether an error says that the model is torn; on two ranks also that the other rank is lost."""
+    return says_torn(error) or (setting.world > 1 and isinstance(error, RankLost))
+
+
 def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, num_steps: int) -> None:
-    """The run of a case: says what it found. case: None: nothing is interrupted; `part` is recorded."""
+    """The run of a case: says what it found. case: None: nothing is interrupted here; `part` is recorded."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run, tracer = Run(place, setting), Tracer(case)
@@ -370,17 +388,17 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
         run.build()
     losses += [run.train(), run.train()]
     run.keep()
-    if part == "close":
-        run.train()
-    elif part != "build":
-        said(how=ended(getattr(run, part), tracer))
-        if part == "load" and not setting.has_engine and tracer.raised is not None:
-            again(run, said)
-    elif case is None:
-        said(how="recorded")
-    if case is None:
-        said(seen=[[*key, count] for key, count in tracer.seen.items()])
     try:
+        if part == "close":
+            run.train()
+        elif part != "build":
+            said(how=ended(getattr(run, part), tracer))
+            if part == "load" and not setting.has_engine and tracer.raised is not None:
+                again(run, said)
+        elif case is None:
+            said(how="recorded")
+        if case is None:
+            said(seen=[[*key, count] for key, count in tracer.seen.items()])
         if part != "close":
             run.optim.zero_grad()
             if setting.in_backward and part == "train":
@@ -390,7 +408,7 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
                 losses.append(go_on(run))
             said(losses=[loss.hex() for loss in losses], digest=run.digest(), footprint=run.footprint())
     except RuntimeError as error:
-        if not says_torn(error):
+        if not is_told(error, setting):
             raise
         said(torn=str(error))
         said(torn_at=traceback.format_exc()[-2000:])
@@ -401,12 +419,13 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
                 losses.append(run.train())
             said(losses=[loss.hex() for loss in losses], digest=run.digest(), footprint=run.footprint())
     if part == "close":
-        said(how=ended(run.close, tracer))
+        with contextlib.suppress(RankLost):
+            said(how=ended(run.close, tracer))
         if case is None:
             said(seen=[[*key, count] for key, count in tracer.seen.items()])
-    with contextlib.suppress(*([RuntimeError] if part == "close" else [])):
+    with contextlib.suppress(*([RuntimeError] if part == "close" or setting.world > 1 else [])):
         run.close()
-    kept = setting.has_engine
+    kept = setting.has_engine or setting.world > 1
     del run
     tracer.raised = None
     gc.collect()
@@ -429,81 +448,93 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self._place = folder / "case"
-        self._references: dict[int, list[dict[str, Any]]] = {}
+        self._references: dict[int, list[list[dict[str, Any]]]] = {}
 
     def recorded(self, setting: int, part: str) -> list[tuple[Place, int]]:
         """The places of a part, in their first execution, each with the number of its executions."""
-        lines = self._run(None, setting, part, 2)
+        lines = self._run(None, setting, part, 2)[0]
         seen = next((line["seen"] for line in lines if "seen" in line), None)
         assert seen is not None, f"{setting} {part}: {lines}\n{self._errors()}"
         return [(Place(file, line, opcode, 1, function), count) for file, line, opcode, function, count in seen]
 
-    def references(self, setting: int) -> list[dict[str, Any]]:
-        """What runs of two and three further steps say."""
+    def references(self, setting: int) -> list[list[dict[str, Any]]]:
+        """What each rank says in runs of two and three further steps."""
         if setting not in self._references:
-            found = []
-            for num_steps in (2, 3, 1):
-                lines = self._run(None, setting, "evaluate", num_steps)
-                said = next((line for line in lines if "digest" in line), None)
-                assert said is not None, f"{setting}: {lines}\n{self._errors()}"
-                found.append(said)
-            self._references[setting] = found
+            ranks: list[list[dict[str, Any]]] = [[] for _ in range(SETTINGS[setting].world)]
+            for num_steps in (2, 3):
+                for lines, found in zip(self._run(None, setting, "evaluate", num_steps), ranks, strict=True):
+                    said = next((line for line in lines if "digest" in line), None)
+                    assert said is not None, f"{setting}: {lines}\n{self._errors()}"
+                    found.append(said)
+            self._references[setting] = ranks
         return self._references[setting]
 
     def run(self, case: Case) -> str:
         """Goes through a case and returns how it ended. Raises AssertionError with what went wrong."""
         references = self.references(case.setting)
-        lines = self._run(case, case.setting, case.part, 2)
-        shown = "\n".join([*map(str, lines), self._errors()])
+        ranks = self._run(case, case.setting, case.part, 2)
+        shown = "\n".join([*map(str, ranks), self._errors()])
         assert self._status == 0, (
             f"status {self._status}, {self._errors().strip().rpartition(chr(10))[2][:150]}\n{shown}"
         )
-        how = next(line["how"] for line in lines if "how" in line)
-        if how == "not reached":
-            return how
-        torn = [line["torn"] for line in lines if "torn" in line]
-        for said in [line for line in lines if "digest" in line]:
-            self._compare(said, references, shown)
-        left = next(line["left"] for line in lines if "left" in line)
-        assert not left, f"left: {left}\n{shown}"
-        return f"{how}, torn" if torn else how
+        hows, is_torn, made = [], False, set()
+        for lines, due in zip(ranks, references, strict=True):
+            hows += [line["how"] for line in lines if "how" in line]
+            is_torn |= any("torn" in line for line in lines)
+            made |= {self._compare(line, due, shown) for line in lines if "digest" in line}
+            left = next(line["left"] for line in lines if "left" in line)
+            assert not left, f"left: {left}\n{shown}"
+        assert len(made) < 2, f"ranks are at different steps\n{shown}"
+        how = next((how for how in ("raised", "went on") if how in hows), "not reached")
+        return f"{how}, torn" if is_torn else how
 
-    def _compare(self, said: dict[str, Any], references: list[dict[str, Any]], shown: str) -> None:
-        repeated, made = references[0], references[1]
+    def _compare(self, said: dict[str, Any], references: list[dict[str, Any]], shown: str) -> bool:
+        """Whether the interrupted step was made. Raises AssertionError where a run has gone on otherwise."""
+        repeated, made = references
         same = said["losses"] == repeated["losses"] and said["digest"] == repeated["digest"]
         is_ahead = said["losses"][2:] == made["losses"][3:] and said["digest"] == made["digest"]
         assert same or is_ahead, f"wrong bits\n{shown}\nrepeated {repeated}\nmade {made}"
         assert said["footprint"] == repeated["footprint"], f"leaked: instead of {repeated['footprint']}\n{shown}"
+        return is_ahead and not same
 
-    def _run(self, case: Case | None, setting: int, part: str, num_steps: int) -> list[dict[str, Any]]:
+    def _run(self, case: Case | None, setting: int, part: str, num_steps: int) -> list[list[dict[str, Any]]]:
+        """Runs a case; returns the lines that each rank has said."""
         shutil.rmtree(self._place, ignore_errors=True)
         (self._place / "nvme").mkdir(parents=True)
+        world = SETTINGS[setting].world
+        port = free_port() if world > 1 else 0
 
-        def be() -> None:
+        def be(rank: int) -> None:
             faulthandler.dump_traceback_later(LONGEST_S, exit=True)
-            go(self._place, case, SETTINGS[setting], Said(self._place / "said"), part, num_steps)
+            if world > 1:
+                at = f"tcp://127.0.0.1:{port}"
+                dist.init_process_group("gloo", init_method=at, rank=rank, world_size=world)
+            mine = case if case is None or rank in case.ranks else case._replace(place=_NOWHERE)
+            go(self._place, mine, SETTINGS[setting], Said(self._place / f"said.{rank}"), part, num_steps)
             faulthandler.cancel_dump_traceback_later()
 
-        pid = forked(be, self._place / "printed")
-        self._status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return lines_of(self._place / "said")
+        pids = [forked(functools.partial(be, rank), self._place / f"printed.{rank}") for rank in range(world)]
+        ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        self._status = next((end for end in ends if end), 0)
+        return [lines_of(self._place / f"said.{rank}") for rank in range(world)]
 
     def _errors(self) -> str:
-        return (self._place / "printed").read_text()[-5000:]
+        return "\n".join(file.read_text()[-5000:] for file in sorted(self._place.glob("printed.*")))
 
 
 def cases_of(bench: Bench, settings: list[int], parts: list[str], functions: list[str], seed: int) -> Iterator[Case]:
     """Every case: each place in its first execution, and in a later one if there is one. functions: only theirs; empty: all."""
     for setting in settings:
-        for part in parts:
+        for part in [each for each in parts if each != "build" or SETTINGS[setting].world == 1]:
             for place, count in bench.recorded(setting, part):
                 if functions and place.function not in functions:
                     continue
                 chosen = random.Random(f"{seed} {setting} {part} {place}")
-                yield Case(setting, part, place, chosen.choice(KINDS))
+                ranks = chosen.choice([(0,), (1,), (0, 1)]) if SETTINGS[setting].world > 1 else (0,)
+                yield Case(setting, part, place, chosen.choice(KINDS), ranks)
                 if count > 1:
                     later = place._replace(nth=chosen.randint(2, count))
-                    yield Case(setting, part, later, chosen.choice(KINDS))
+                    yield Case(setting, part, later, chosen.choice(KINDS), ranks)
 
 
 def work(args: argparse.Namespace, cases: list[tuple[int, Case]], bench: Bench, file: Path) -> None:

@@ -18,6 +18,8 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tiles import StateTiles
 from tiermem.swap.checksum import Sums
+from tiermem.zero.gradient_store import GradientStore
+from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.unit_memory import UnitMemory
 from tiermem.zero.unit_state import LiveUnit
 
@@ -41,13 +43,13 @@ class Stopping(nn.Linear):
 class Run:
     """A small sharded model, its optimizer and one batch."""
 
-    def __init__(self, folder: Path, tier: Tier, overlap: Any = "none") -> None:
+    def __init__(self, folder: Path, tier: Tier, overlap: Any = "none", **more: Any) -> None:
         torch.manual_seed(0)
         inner = nn.Sequential(nn.Linear(64, 64), Stopping(64, 64))
         self.model = nn.Sequential(nn.Linear(64, 64), inner, *(nn.Linear(64, 64) for _ in range(6)))
         self.x = torch.randn(4, 64)
         paths = [folder] if tier is Tier.NVME else []
-        policy = OffloadPolicy(params=tier, optim=tier, paths=paths, persistence_numel=0, overlap=overlap)
+        policy = OffloadPolicy(params=tier, optim=tier, paths=paths, persistence_numel=0, overlap=overlap, **more)
         self.shards = tiermem.shard(self.model, policy, device="cpu")
         self.optim = tiermem.AdamW(self.model.parameters(), lr=1e-2)
 
@@ -186,6 +188,50 @@ def test_what_is_written_before_a_step_in_its_own_context_is_refused(tmp_path: P
         run.train()
     run.train()
     assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 2))
+
+
+@pytest.mark.parametrize("tier", [Tier.NVME, Tier.HOST])
+def test_a_load_reaches_a_gather_that_an_interrupt_has_left(tier: Tier, tmp_path: Path) -> None:
+    run = Run(tmp_path, tier)
+    params = list(run.model.parameters())
+    kept = {name: value.clone() for name, value in run.model.state_dict().items()}
+    due = run.model(run.x).detach()
+    run.train(2)
+    left = tiermem.zero.GatheredParameters(params)
+    left.__enter__()  # an interrupt comes before the first statement of its __exit__
+    run.model.load_state_dict(kept)
+    assert is_equal([param.detach() for param in params], list(kept.values()))
+    assert torch.equal(run.model(run.x), due)
+    run.shards.close()
+
+
+@pytest.mark.parametrize("name", ["_give_back", "close"])
+def test_no_buffer_of_gradients_is_lost_by_interrupts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, Tier.NVME, grads=Tier.NVME)
+    run.train(2)
+    for _ in range(6):  # more than there are buffers
+        interrupt(monkeypatch, GradientStore, name, run.backward)
+        run.optim.zero_grad()
+    run.train(2)
+    assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
+
+
+def test_a_gradient_that_was_received_before_an_interrupt_is_not_added_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, Tier.NVME)
+    run.train(2)
+    for param in run.model.parameters():
+        param.grad = torch.ones(param.shape)
+    interrupt(monkeypatch, GradientHomes, "_end", run.optim.step)
+    with pytest.raises(
+        RuntimeError, match=r"a change of gradients ended in an exception.*run forward and backward again"
+    ):
+        run.optim.step()
+    run.train(2)
+    assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
 
 
 def test_a_backward_that_was_interrupted_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,7 @@ class Accumulation:
         """Reduces the gradients in `p.grad` over ranks. Collective; blocks. Raises RuntimeError inside a block."""
         if self._block:
             raise RuntimeError(f"gradients are not reduced inside {self._block}: leave it first")
+        self._shards.hooks.check_backward_ended()
         self._shards.receive_gradients()
 
     @contextlib.contextmanager

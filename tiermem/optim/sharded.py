@@ -81,6 +81,7 @@ class ShardedModel:
         trainable = [live for live in shards.units if live.unit.is_trainable]
         shards.end_gathers(trainable)
         with shards.store.recorder.span("step", "step"):
+            shards.hooks.check_backward_ended()
             if shards.policy.step_in_backward:
                 if scale != 1.0 or max_norm:
                     raise ValueError(
@@ -92,24 +93,25 @@ class ShardedModel:
                 shards.homes.begin_step()
                 self._regather(trainable)
                 return None
-            norm = shards.receive_gradients(lambda: self._plan(scale))
-            assert norm is not None
-            norm /= scale
-            shards.homes.check_all_used()
-            shards.prefetcher.empty()
-            if self.is_refused(norm):
-                if self._tentative is not None:
-                    self._tentative.end(scale, None)
-                return norm
-            factor = self._factor(scale, clip_factor(norm, max_norm))
-            planned = self._planned if factor == self._factor(scale) else None
-            self._planned = None
-            with shards.steps.changing_all():
-                for live in trainable:
-                    self._count_steps(live)
-                commits = self._tentative is not None and self._tentative.end(scale, factor)
-                self.tiles.step(self._next_steps(factor), commits=commits, planned=planned)
-                self._regather(trainable)
+            with shards.homes.changing():  # from the norm on other ranks make the step
+                norm = shards.receive_gradients(lambda: self._plan(scale))
+                assert norm is not None
+                norm /= scale
+                shards.homes.check_all_used()
+                shards.prefetcher.empty()
+                if self.is_refused(norm):
+                    if self._tentative is not None:
+                        self._tentative.end(scale, None)
+                    return norm
+                factor = self._factor(scale, clip_factor(norm, max_norm))
+                planned = self._planned if factor == self._factor(scale) else None
+                self._planned = None
+                with shards.steps.changing_all():
+                    for live in trainable:
+                        self._count_steps(live)
+                    commits = self._tentative is not None and self._tentative.end(scale, factor)
+                    self.tiles.step(self._next_steps(factor), commits=commits, planned=planned)
+                    self._regather(trainable)
             shards.prefetcher.end_pass(may_gather=is_accelerator(shards.device))
         return norm
 

@@ -54,11 +54,8 @@ class GradientLink:
         self._room_bytes = pool.slot_bytes
         self._stream = new_stream(device)
         self._pool = pool
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        for _ in range(pool.count):
-            slot = pool.take()
-            assert slot is not None
-            self._free.put(slot)
+        self._slots = list(iter(pool.take, None))
+        self._fill()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiermem-gradients")
         self._under_way: list[concurrent.futures.Future[None]] = [self._thread.submit(activate, device)]
         self._has_failed = False  # calls after the one that failed are skipped until `join` raises its error
@@ -90,17 +87,26 @@ class GradientLink:
 
     def join(self) -> None:
         """Blocks until all that was sent has been stored. Raises the first error since the last `join`."""
+        concurrent.futures.wait(self._under_way)
         under_way, self._under_way = self._under_way, []
-        concurrent.futures.wait(under_way)
         self._has_failed = False
         for each in under_way:
             each.result()
 
+    def reset(self) -> None:
+        """Takes every buffer back, after an exception. Blocks until the helper thread has ended its work."""
+        concurrent.futures.wait([self._thread.submit(activate, self._device)])
+        self._fill()
+
     def close(self) -> None:
         """Ends the helper thread and gives the buffers back. Blocks until it has stored what was sent."""
         self._thread.shutdown()
-        while not self._free.empty():
-            self._pool.give_back(self._free.get())
+        self._pool.reset()
+
+    def _fill(self) -> None:
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
 
     def _copy(self, parts: Sequence[GradientPart], slot: Slot) -> list[GradientPart]:
         """Starts the copies of parts into a buffer; returns the parts there, in the same order."""

@@ -480,6 +480,18 @@ class GradientStore:
                 self._link.join()
         self._drop_open()
 
+    def reset(self) -> None:
+        """`drop`, and takes every buffer back, also one that an interrupt has lost. May be repeated. Blocks."""
+        self.drop()
+        for unit, _, move in self._leaving:
+            move.outcome()
+            self._on_reuse(unit.index)
+        self._leaving.clear()
+        self._store.end_transfers()
+        for each in (self._pool, self._link):
+            if each is not None:
+                each.reset()
+
     def _drop_open(self) -> None:
         while self._open:
             self._give_back(self._open.popitem()[1].slot)

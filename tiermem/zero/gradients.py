@@ -20,18 +20,20 @@ the same sequence:
                    Their gradients stay in `p.grad`, whole, as the mean over the ranks, as under DistributedDataParallel
 
 Afterwards `p.grad` holds a ShardedGrad (gradient_store.py). When a backward ends in an exception, all gradients of its step are
-dropped (`abandon`): it is not known which of them were already reduced.
+dropped (`abandon`): it is not known which of them were already reduced. Each change of gradients is marked while it lasts
+(`is_torn`). A mark that is left tells of an interrupt: then they are dropped before the next forward, backward, look or step.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -107,6 +109,7 @@ class GradientHomes:
             nn.Parameter, None
         ] = {}  # ordinary parameters that were added to the model: a set with an order
         self._on_arrival: Callable[[Unit], None] = lambda unit: None
+        self.is_torn = False  # a change of gradients has not ended
         self._reserve(units, plan)
 
     def call_on_arrival(self, function: Callable[[Unit], None]) -> None:
@@ -174,6 +177,27 @@ class GradientHomes:
         for param in fresh:
             share(self._topology, param.detach(), "sharing added parameters")
 
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """A block that changes gradients, or uses them with other ranks. If an interrupt ends it, the mark stays."""
+        was_torn, self.is_torn = self.is_torn, True
+        try:
+            yield
+        except Exception as error:
+            self.is_torn = was_torn or isinstance(error, MemoryError)
+            raise
+        self.is_torn = was_torn
+
+    def check_alone(self) -> None:
+        """After an interrupt: `Topology.check_alone`."""
+        self._topology.check_alone()
+
+    def check_whole(self) -> None:
+        """Drops every gradient and raises RuntimeError, if an interrupt has ended a change of gradients."""
+        if self.is_torn:
+            self.abandon()
+            raise lost_gradients("a change of gradients")
+
     # ---- in backward -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -191,50 +215,54 @@ class GradientHomes:
 
         Collective. Raises OSError, RankLost. Blocks for the copy, and for the oldest reduction when two are under way.
         """
-        if self._reducer is None:
-            self._take(unit)
-        elif unit in self._waiting and self._policy.stage == 3:
-            self._reduce(unit)
-        elif unit in self._waiting:
-            self._waiting[unit] = True
-            while self._waiting and self._waiting[first := next(iter(self._waiting))]:
-                self._reduce(first)
+        with self.changing():
+            if self._reducer is None:
+                self._take(unit)
+            elif unit in self._waiting and self._policy.stage == 3:
+                self._reduce(unit)
+            elif unit in self._waiting:
+                self._waiting[unit] = True
+                while self._waiting and self._waiting[first := next(iter(self._waiting))]:
+                    self._reduce(first)
 
     def add(self, unit: Unit, is_last: bool) -> None:
         """Takes the gradients of one of several micro-batches, whose sum goes home with the last one. Collective.
 
         Blocks and raises as `receive`. A unit without gradients takes part, too.
         """
-        if self._reducer is None:
-            self._take(unit, ends=False)
-            if is_last:
-                self._end(unit)
-        else:
-            self._reduce(unit, is_last)
+        with self.changing():
+            if self._reducer is None:
+                self._take(unit, ends=False)
+                if is_last:
+                    self._end(unit)
+            else:
+                self._reduce(unit, is_last)
 
     def finish(self) -> None:
         """Ends a backward, or prepares a step: afterwards every gradient is at home. Collective; blocks.
 
         Raises RuntimeError on every rank when a unit that was stepped in backward gets another gradient.
         """
-        for unit in list(self._waiting) if self._reducer is not None else ():
-            if unit.is_resident or self._policy.stage != 3:
-                self._reduce(unit)
-        self.receive_rest()
-        self._reduce_added()
+        with self.changing():
+            for unit in list(self._waiting) if self._reducer is not None else ():
+                if unit.is_resident or self._policy.stage != 3:
+                    self._reduce(unit)
+            self.receive_rest()
+            self._reduce_added()
         self._steps.is_partial = False
 
     def receive_rest(self) -> None:
         """Receives every `p.grad` that any rank still has, for example before a step. Collective; blocks."""
-        if self._reducer is None:
-            for unit in self._units:
-                self._take(unit)
-            self.store.join()
-            return
-        self._drain()  # what this rank can do before the others have come
-        left = self._left()
-        sums = self._rows.add_up("comparing which gradients there are", [*left, *[0.0] * len(self._shards)])
-        self._receive([number > 0 for number in sums[: len(left)]])
+        with self.changing():
+            if self._reducer is None:
+                for unit in self._units:
+                    self._take(unit)
+                self.store.join()
+                return
+            self._drain()  # what this rank can do before the others have come
+            left = self._left()
+            sums = self._add_up("comparing which gradients there are", [*left, *[0.0] * len(self._shards)])
+            self._receive([number > 0 for number in sums[: len(left)]])
 
     def _left(self) -> list[bool]:
         """Of each unit, whether this rank has a `p.grad` left; of each parameter, whether it had one in this backward."""
@@ -255,13 +283,19 @@ class GradientHomes:
         self._given.clear()
 
     def abandon(self) -> None:
-        """Drops every gradient, after a backward that ended in an exception. Blocks until reductions under way have ended."""
+        """Drops every gradient, after a backward that ended in an exception. Blocks until reductions under way have ended.
+
+        A second call completes the first.
+        """
         logger.warning("a backward ended in an exception: the gradients of its step are forgotten")
+        if self.is_torn:
+            self.check_alone()
+        self.is_torn = True
         self._steps.is_torn |= self._steps.is_partial
-        while self._reducer is not None and not self._reducer.is_idle:
-            self._reducer.release(self._reducer.finish()[0])
+        if self._reducer is not None:
+            self._reducer.reset()
         self._ends.clear()
-        self.store.drop()
+        self.store.reset()
         self.begin()
         self.begin_step()
         for shard in self._shards:
@@ -270,6 +304,7 @@ class GradientHomes:
         self._shown.clear()
         for param in self._added:
             param.grad = None
+        self.is_torn = False
 
     # ---- between backward and step -------------------------------------------------------------------------------------------
 
@@ -424,8 +459,10 @@ class GradientHomes:
 
     def _visit(self, shard: Shard, visitor: Callable[[torch.Tensor], object], changes: bool) -> None:
         self._steps.finish()
+        self.check_whole()
         unit = self._of_shard[shard]
-        self.store.visit(unit, self.dtype(unit), shard, visitor, changes)
+        with self.changing():
+            self.store.visit(unit, self.dtype(unit), shard, visitor, changes)
 
     def norm(self, meanwhile: Callable[[], object]) -> float:
         """Before a step: receives every `p.grad` that any rank still has, and returns the global 2-norm of the gradients.
@@ -440,24 +477,33 @@ class GradientHomes:
         if self._reducer is None:
             self.receive_rest()
         squares: Sequence[float] | None = None
-        while squares is None:
-            self._drain()
-            self.write_zeros()
-            self.store.await_writes()
-            squares = self._squares(shards) if self._reducer is None else self._squares_or_more(shards, meanwhile)
+        with self.changing():
+            while squares is None:
+                self._drain()
+                self.write_zeros()
+                self.store.await_writes()
+                squares = self._squares(shards) if self._reducer is None else self._squares_or_more(shards, meanwhile)
         return math.sqrt(math.fsum(squares)) / self.divisor
 
     def _squares_or_more(self, shards: Sequence[Shard], meanwhile: Callable[[], object]) -> list[float] | None:
         """`sums_of_squares`; None: a rank had gradients left, which are received now. Ranks add in their order. Collective."""
         left = self._left()
         own = self._squares(shards) if self._topology.replica == 0 else [0.0] * len(shards)
-        sums = self._rows.add_up("adding up norms", [*left, *own], meanwhile)
+        sums = self._add_up("adding up norms", [*left, *own], meanwhile)
         if any(sums[: len(left)]):
             self._receive([number > 0 for number in sums[: len(left)]])
             return None
         return sums[len(left) :]
 
     # ---- between ranks -------------------------------------------------------------------------------------------------------
+
+    def _add_up(self, what: str, row: list[float], meanwhile: Callable[[], object] = lambda: None) -> list[float]:
+        """The sums of a row over ranks. Raises RankLost where ranks have made other calls, which may have been mixed up."""
+        digest = self._topology.traffic.digest
+        *sums, digests = self._rows.add_up(what, [*row, digest], meanwhile)
+        if digests != digest * self._topology.world:
+            self.check_alone()
+        return sums
 
     def _reduce(self, unit: Unit, ends: bool = True) -> None:
         """Starts the reductions of a unit's gradients, bucket by bucket. ends: its home closes after them. Collective."""
@@ -567,6 +613,14 @@ class GradientHomes:
         self.store.end(unit)
         for arrived in self.store.arrived():
             self._on_arrival(arrived)
+
+
+def lost_gradients(where: str) -> RuntimeError:
+    """The error of a step that an exception has deprived of its gradients. where: what it has ended."""
+    return RuntimeError(
+        f"{where} ended in an exception, so the gradients are those of a part of the model. They are forgotten: run forward "
+        "and backward again before the step"
+    )
 
 
 def _fresh(shard: Shard) -> bool:

@@ -51,7 +51,7 @@ from tiermem.swap.store import TensorStore
 from tiermem.zero import backward_marks as marks
 from tiermem.zero.absent import RestingParameter, RestingView, without_loans
 from tiermem.zero.activations import Activations
-from tiermem.zero.gradients import GradientHomes
+from tiermem.zero.gradients import GradientHomes, lost_gradients
 from tiermem.zero.prefetcher import Frame, Prefetcher, Use, Uses
 from tiermem.zero.registry import Uncopied
 from tiermem.zero.step_run import StepRun
@@ -241,6 +241,7 @@ class Hooks(Uncopied):
 
     def _recover_units(self) -> None:
         if self.prefetcher.is_torn:
+            self._homes.check_alone()
             self._steps.finish_tiles()  # it may write to a buffer of a unit
             self.prefetcher.recover(functools.partial(reset_all, self._units))
 
@@ -413,10 +414,8 @@ class Hooks(Uncopied):
         self._drop_frames()
         if self._ending is not None:
             self._abandon_backward()
-            raise RuntimeError(
-                "the last backward ended in an exception, so the gradients are those of a part of the model. They are "
-                "forgotten: run forward and backward again before the step"
-            )
+            raise lost_gradients("the last backward")
+        self._homes.check_whole()
 
     @marks.outside_transforms
     def finish_backward(self) -> None:
@@ -487,9 +486,9 @@ class Hooks(Uncopied):
         Ends the last step first. Raises its errors, and RuntimeError in a forked child.
         """
         self._store.check_process()
-        if self._ending is not None:
-            if self._ending() is not None:
-                return
+        if self._ending is not None and self._ending() is not None:
+            return
+        if self._ending is not None or self._homes.is_torn:
             self._abandon_backward()  # the earlier backward ended in an exception
         if not self._frames:
             self._recover_units()
@@ -519,7 +518,7 @@ class Hooks(Uncopied):
 
     def _abandon_backward(self) -> None:
         """After a backward that ended in an exception: releases its units and drops its gradients."""
-        if self._ending is not None:
+        if self._ending is not None or self._homes.is_torn:
             self._homes.abandon()
         while self._held:
             self._let_go(self._held[-1])

@@ -251,7 +251,7 @@ class Reducer:
 
         Blocks; on an accelerator the column is there in the order of the stream of reductions.
         """
-        done = self._under_way.popleft()
+        done = self._under_way[0]
         try:
             with self.aside():
                 done.pending.wait()
@@ -259,16 +259,26 @@ class Reducer:
                 if self._topology.num_shards > 1 and self._topology.num_replicas > 1:
                     call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
             return done, column
-        except BaseException:
+        except RuntimeError:  # after an interrupt transfers may use the buffer: `reset` takes it back
             self.release(done)
             raise
 
     def release(self, done: Reduction, read: torch.Event | None = None) -> None:
-        """Takes a reduction's buffer back, whose sums streams of an accelerator read until `read`."""
+        """Takes the buffer of the oldest reduction back, whose sums streams of an accelerator read until `read`."""
         assert self._pool is not None
         if read is not None:
             self._reads[done.slot.offset] = read
+        self._under_way.popleft()
         self._pool.give_back(done.slot)
+
+    def reset(self) -> None:
+        """After an exception: ends what is under way, and takes every buffer back. May be repeated. Blocks."""
+        with self.aside():
+            for each in self._under_way:
+                each.pending.end()
+        self._under_way.clear()
+        if self._pool is not None:
+            self._pool.reset()
 
     def _begin(
         self, what: str, carving: Carving, bucket: Bucket, filled: torch.Tensor

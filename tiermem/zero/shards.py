@@ -200,8 +200,16 @@ class Shards:
         return self.values.elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
 
     def refresh(self, param: nn.Parameter) -> None:
-        """Makes a parameter's unit show new values from where it rests, unless a module holds it. Collective; blocks."""
+        """Makes a parameter's unit show new values from where it rests, unless a module holds it; gathered parameters, too.
+
+        Collective; blocks.
+        """
         live, _ = self.find(param)
+        self._refresh(live)
+        for index in live.taken_out:
+            live.take_out(index, self.weight(live.unit.shards[index].param).to(self.device))
+
+    def _refresh(self, live: LiveUnit) -> None:
         if live.is_streamed:
             if not self.hooks.may_lend:
                 live.let_all_go()  # users left by a forward without backward
@@ -243,6 +251,7 @@ class Shards:
         if in_backward() or self.hooks.has_left_gradients or self.homes.store.home is None:
             return
         self.steps.finish()
+        self.homes.check_whole()
         with torch._C.DisableTorchFunctionSubclass():
             self.homes.forget_replaced()
             if is_collective or self.topology.world == 1:
@@ -288,10 +297,11 @@ class Shards:
     def receive_gradients(self, meanwhile: Callable[[], object] | None = None) -> float | None:
         """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective; blocks; raises OSError.
 
+        Call it after `Hooks.check_backward_ended`.
+
         meanwhile: of `GradientHomes.norm`, whose norm is returned; None: no step follows, which needs it.
         """
         self.store.check_process()
-        self.hooks.check_backward_ended()
         self.hooks.has_left_gradients = False
         with torch._C.DisableTorchFunctionSubclass():  # reading the `grad` of resting parameters takes less time so
             self.homes.forget_replaced()
@@ -313,10 +323,15 @@ class Shards:
         self.steps.half_loaded.add(param)
         self.drop_head_start()
         self._take_over(live, shard, value.detach(), is_master=value.dtype.itemsize > live.unit.dtype.itemsize)
-        self.refresh(param)
-        if live.num_users and live.is_streamed:
+        self._refresh(live)
+        index = live.unit.shards.index(shard)
+        is_gathered = index in live.taken_out and value.data_ptr() != param.data_ptr()
+        if is_gathered or (live.num_users and live.is_streamed):
             shown = self.weight(param) if live.unit.is_packed else value.to(live.unit.dtype).view(shard.shape)
-            live.memory.views[live.unit.shards.index(shard)].copy_(shown)
+            if is_gathered:
+                live.take_out(index, shown.detach().to(self.device, copy=True))
+            else:
+                live.memory.views[index].copy_(shown)
         self.steps.half_loaded.discard(param)
 
     def take_writes(self, param: nn.Parameter | None = None) -> None:

@@ -476,6 +476,11 @@ class LiveUnit:
         _point([param], [value])
         mark([param], ZeroParamStatus.AVAILABLE)
 
+    @property
+    def taken_out(self) -> list[int]:
+        """The numbers of the parameters that hold their own copy."""
+        return sorted(self._out)
+
     def put_back(self, index: int) -> None:
         """Ends a `take_out`; does nothing for a parameter that was not taken out."""
         if index not in self._out:
