@@ -445,6 +445,8 @@ class _Watch(Outcome):
     def _conclude(self) -> None:
         """Notes what is known once the child has ended."""
         self.charge, code = self._limit.charge(in_full=True), self._child.returncode
+        if self.is_interrupted and code == -signal.SIGINT:  # before it handled Ctrl-C, or after its last word
+            code = 0
         self.exit_code = 128 - code if code < 0 else code
         self.is_killed_at_cap |= code != 0 and bool(self.charge.num_kills)
         self.peak_rss_bytes = self._tree.peak_bytes

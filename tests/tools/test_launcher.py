@@ -79,10 +79,11 @@ def test_an_exit_status_is_told() -> None:
     assert heard.lines == ["the reason"]
 
 
-def test_an_interrupt_reaches_the_child_which_ends_by_itself() -> None:
-    code = """
+@pytest.mark.parametrize("handler", ["stop", "signal.default_int_handler"])  # the second until the child has its own
+def test_an_interrupt_reaches_the_child_which_ends_by_itself(handler: str) -> None:
+    code = f"""
 def stop(*_): tell(kind='phase', name='cleaning up'); sys.exit(0)
-signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGINT, {handler})
 tell(kind='phase', name='ready')
 time.sleep(60)
 """
@@ -96,7 +97,7 @@ time.sleep(60)
     outcome = run(code, Interrupting())
     assert time.monotonic() - started < 30
     assert outcome.is_interrupted
-    assert outcome.phase == "cleaning up"
+    assert outcome.phase == ("cleaning up" if handler == "stop" else "ready")
     assert outcome.describe() == "stopped by Ctrl-C, cleanly"
 
 
