@@ -137,21 +137,25 @@ class Run:
     def build(self) -> None:
         """Builds the model and its optimizer."""
         torch.manual_seed(7)
-        setting, nvme = self.setting, [self._place / "nvme"]
+        setting = self.setting
         self.model: Any = Small()
         if setting.has_engine:
             self.engine, *_ = tiermem.initialize(model=self.model, config=self._config())
             self.shards, self.optim = self.engine.shards, self.engine.optimizer
             return
+        self.model = self.model.to(getattr(torch, setting.dtype))
+        self.shards = tiermem.shard(self.model, self.policy(), device="cpu")
+        self.optim = tiermem.AdamW(self.model.parameters(), lr=0.01)
+
+    def policy(self) -> OffloadPolicy:
+        """That of the setting, without an engine."""
+        setting, nvme = self.setting, [self._place / "nvme"]
         tiers = {name: Tier[getattr(setting, name).upper()] for name in ("params", "states")}
-        policy = OffloadPolicy(
+        return OffloadPolicy(
             stage=setting.stage, params=tiers["params"], optim=tiers["states"], paths=nvme, persistence_numel=0,
             overlap=setting.overlap, unit_buffers=setting.buffers, tile_numel=4096, step_in_backward=setting.in_backward,
             timeout_s=_TIMEOUT_S,
         )  # fmt: skip
-        self.model = self.model.to(getattr(torch, setting.dtype))
-        self.shards = tiermem.shard(self.model, policy, device="cpu")
-        self.optim = tiermem.AdamW(self.model.parameters(), lr=0.01)
 
     def _config(self) -> dict[str, Any]:
         setting, nvme = self.setting, {"device": "nvme", "nvme_path": str(self._place / "nvme")}
