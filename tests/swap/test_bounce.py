@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tiermem.swap.move import Move
 from tiermem.swap.native import Fault, IoSettings, TransferError
+from tiermem.swap.resources import UnderWay
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.swap.tier import Tier
@@ -131,3 +132,23 @@ def test_failed_write_is_raised_and_again_when_the_store_settles(
         store.settle()
     bounce.write("x", 0, pattern(65536, seed=2))
     assert torch.equal(store.fetch("x").wait(), pattern(65536, seed=2))
+
+
+def test_a_read_that_an_interrupt_has_left_ends_before_its_buffer_is_used_again(
+    tmp_path: Path, pattern: Pattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with TensorStore([tmp_path], 1 << 20) as store:
+        model, into, ended = pattern(NUM_BYTES), torch.empty(NUM_BYTES, dtype=torch.uint8), list[str]()
+        store.put("x", model, Tier.NVME).wait()
+        bounce = Bounce(store, 4096, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(UnderWay, "add", stop)
+            with pytest.raises(KeyboardInterrupt):
+                bounce.read("x", 0, NUM_BYTES, into)
+        end = store.end_transfers
+        monkeypatch.setattr(store, "end_transfers", lambda: (ended.append("all"), end()))
+        bounce.read("x", 0, NUM_BYTES, into)
+        assert ended and torch.equal(into, model)

@@ -252,16 +252,12 @@ class Reducer:
         Blocks; on an accelerator the column is there in the order of the stream of reductions.
         """
         done = self._under_way[0]
-        try:
-            with self.aside():
-                done.pending.wait()
-                column = done.column()
-                if self._topology.num_shards > 1 and self._topology.num_replicas > 1:
-                    call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
-            return done, column
-        except RuntimeError:  # after an interrupt transfers may use the buffer: `reset` takes it back
-            self.release(done)
-            raise
+        with self.aside():
+            done.pending.wait()
+            column = done.column()
+            if self._topology.num_shards > 1 and self._topology.num_replicas > 1:
+                call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
+        return done, column
 
     def release(self, done: Reduction, read: torch.Event | None = None) -> None:
         """Takes the buffer of the oldest reduction back, whose sums streams of an accelerator read until `read`."""
