@@ -44,6 +44,7 @@ from tiermem.zero.agreement import agree, facts_of, facts_of_plan
 from tiermem.zero.backward_marks import check_thread, in_backward, made_by, tensors_in
 from tiermem.zero.budget import check_card, make_plan, take_disk
 from tiermem.zero.compute import agree_on_compute, widen_inputs
+from tiermem.zero.failures import RankLost
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
@@ -165,7 +166,10 @@ class Shards:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.suppress(
+            *[] if kind is None else [RankLost]
+        ):  # after Ctrl-C in one rank, that is the one to tell
+            self.close()
 
     def switch_pipeline(self, read: bool, write: bool) -> None:
         """Switches `pipeline_read` and `pipeline_write` of the policy for the steps that follow, as a benchmark does."""
