@@ -277,7 +277,8 @@ def main() -> int:
     settings = [each for each in args.settings if SETTINGS[each].world == 1]
     for kind, setting in itertools.product(args.kinds, settings):
         name = kind if kind == "command" else f"{kind}, setting {setting}"
-        if name in told or (kind == "trainer" and SETTINGS[setting].has_engine):
+        is_for_loops = SETTINGS[setting].has_engine or SETTINGS[setting].in_backward  # a Trainer looks at gradients
+        if name in told or (kind == "trainer" and is_for_loops):
             continue
         place = args.folder / name.replace(", ", "-").replace(" ", "-")
         shutil.rmtree(place, ignore_errors=True)
