@@ -495,6 +495,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                 transfers = Later(writing, ops, priority)
             move = Move(queues, transfers, entry.tensor(slot), entry.name, on_end=came, check=check)
         except BaseException:
+            self.end_transfers()  # after an interrupt one may fill the slot
             if owns:
                 self.arena.give_back(slot)
             raise
