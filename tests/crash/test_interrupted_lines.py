@@ -15,7 +15,18 @@ def test_some_interrupts_leave_a_run_that_goes_on_or_says_that_it_is_torn(tmp_pa
 
 
 def test_an_interrupt_of_one_of_two_ranks_leaves_both_right_or_told(tmp_path: Path) -> None:
-    words = ("--sample", "3", "--settings", "12", "--parts", "train", "--workers", "1", "--seed", "4")
+    words = (
+        "--sample",
+        "3",
+        "--settings",
+        "12",
+        "--parts",
+        "train",
+        "--functions",
+        "ShardedModel.step",
+        "--workers",
+        "1",
+    )
     assert totals_of("interrupts.py", tmp_path, *words)["cases"] == 3
 
 
