@@ -287,7 +287,7 @@ def main() -> int:
         def be(place: Path = place, setting: int = setting, kind: str = kind) -> None:
             torch.set_num_threads(1)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            faulthandler.dump_traceback_later(LONGEST_S + 10 * args.count, exit=True)
+            faulthandler.dump_traceback_later(LONGEST_S * (args.count if kind == "command" else 10), exit=True)
             if kind == "command":
                 found = stop_commands(place.absolute(), args.seed, args.count)
             else:
