@@ -151,24 +151,8 @@ class OffloadPolicy:
     """Classes of modules whose parameters autocast lowers, exactly these."""
     reduce_bucket_numel: Count = 500_000_000
     """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/reduce.py)."""
-    contiguous_gradients: bool = True
-    """Accepted, and changes nothing: gradients are always packed into buckets, whose memory `reduce_bucket_numel` bounds."""
-    reduce_scatter: bool = True
-    """Accepted, and changes nothing: in stages 1 to 3 each rank always gets the sum of its own part alone, because an
-    all-reduce moves twice the bytes."""
-    multi_rank_buckets: bool = True
-    """Accepted, and changes nothing: one reduction of a bucket always serves all ranks, because one call is faster than one
-    for each rank."""
-    round_robin_gradients: bool = False
-    """Accepted, and changes nothing: one reduction serves all ranks, so that they all copy their parts home at once."""
-    allgather_partitions: bool = True
-    """Accepted, and changes nothing: weights that stay present always come from the ranks that stepped them by all-gathers,
-    which leave the same bits as broadcasts in fewer calls."""
     allgather_bucket_numel: Count = 500_000_000
     """Most elements of such weights that come at once, those of all ranks' parts together (zero/gather.py)."""
-    overlap_reduce: bool = True
-    """Accepted, and changes nothing: backward always continues while up to two reductions are under way. `reduce_bucket_numel`
-    bounds the memory of their buffers."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What gradients are over the ranks."""
     predivide_factor: Divisor | Literal["ranks"] = 1.0

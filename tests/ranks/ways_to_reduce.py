@@ -9,14 +9,6 @@ from tiermem import Tier
 NUM_STEPS = 3
 NUM_MICRO = 3
 BUCKET_NUMEL = 1 << 20
-WITHOUT_EFFECT = {
-    "contiguous_gradients": False,
-    "reduce_scatter": False,
-    "multi_rank_buckets": False,
-    "round_robin_gradients": True,
-    "allgather_partitions": False,
-    "overlap_reduce": False,
-}
 NVME = {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.NVME}
 
 SAME_BITS: dict[str, dict[str, Any]] = {
@@ -25,7 +17,6 @@ SAME_BITS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2},
     "stage 2, nvme": {"stage": 2, "optim": Tier.NVME, "grads": Tier.NVME},
     "stage 3, nvme": NVME,
-    **{f"fields without effect, stage {stage}": {"stage": stage, **WITHOUT_EFFECT} for stage in (1, 2, 3)},
     "buckets of 1000": {"reduce_bucket_numel": 1000},
     "buckets of 1000, nvme": {**NVME, "reduce_bucket_numel": 1000},
     "buckets of 64, stage 2": {"stage": 2, "reduce_bucket_numel": 64},
