@@ -198,7 +198,7 @@ class Init:
             # A module may hold other parameters than those registered: to_empty replaces them.
             for module in list(self._seen):
                 self._built.admit_new(module.parameters(recurse=False))
-            self._built.finish(self._dtype, list(self._seen))
+            self._built.finish(self._dtype, [each for each in self._seen if each._parameters])
             roots = set(self._seen) - {child for parent in self._seen for child in parent.children()}
             for root in roots:
                 keep_buffers_in_fp32(root, self._dtype, self._fp32_names)
