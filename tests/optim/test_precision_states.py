@@ -94,6 +94,21 @@ def test_states_that_are_loaded_go_on_to_the_bit(name: str, homes: tuple[Tier, T
         assert_same_tensors(states_of(shards, optim), at_the_end)
 
 
+def test_a_load_that_is_refused_changes_no_state(tmp_path: Path) -> None:
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(Tier.NVME, tmp_path, PRECISIONS["exact"])) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        train_steps(shards.model, optim, range(1))
+        states = states_of(shards, optim)
+        others = {name: state + 1 for name, state in states.items()}
+        with (
+            tiermem.zero.unwrap_model_for_generation(model),
+            pytest.raises(RuntimeError, match="weights cannot change"),
+        ):
+            load_all(shards, optim, others, 1)
+        assert_same_tensors(states_of(shards, optim), states)
+
+
 @pytest.mark.parametrize("name", ["exact", "compact"])
 def test_what_is_loaded_between_backward_and_step_is_what_the_step_reads(name: str, tmp_path: Path) -> None:
     model = seeded(Tower).bfloat16()

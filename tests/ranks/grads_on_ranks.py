@@ -67,13 +67,14 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 def main() -> None:
     twins: dict[tuple[str, int, bool], dict[str, Any]] = {}
     found = {}
-    with as_rank() as (_, out, (nvme,)):
+    with as_rank() as (rank, out, (nvme,)):
         for name, case in CASES.items():
             about = (case.get("model", "tower"), case.get("micro", 1), case.get("fields", {}).get("reduce_op") == "sum")
             if about not in twins:
                 twins[about] = train_twin(*about)
             found[name] = train(case, Path(nvme)) | {"twin": twins[about]}
         found["together"] = {"weights": train_together(Path(nvme))}
+        found["added"] = gradients_of_added(rank)
         torch.save(found, out, pickle_protocol=4)  # 2, the default, takes an array number by number
 
 
@@ -134,6 +135,19 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         found["ends"] = {live.unit.name: end_of(live.unit.shards) for live in shards.units}
         del optim
         return found | {"losses": losses, "weights": weights_of(model)}
+
+
+def gradients_of_added(rank: int) -> list[list[float]]:
+    """Of two parameters of other sizes that are added after sharding, whose gradients differ by rank."""
+    model = seeded(MODELS["tower"])
+    with tiermem.shard(model, OffloadPolicy(persistence_numel=50)) as shards:
+        model.first, model.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
+        optim = tiermem.AdamW(model.parameters(), lr=LR)
+        loss = loss_of(model, 0, rank) + (rank + 1) * (model.first.sum() + 2 * model.second.sum())
+        loss.backward()
+        optim.step()
+        del optim, shards
+        return [param.grad.tolist() for param in (model.first, model.second)]
 
 
 def train_together(nvme: Path) -> dict[str, array.array[float]]:

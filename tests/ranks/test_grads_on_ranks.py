@@ -71,6 +71,11 @@ def test_a_step_takes_one_exchange_and_gathers_nothing_ahead(case: str, found: F
         assert calls.count("adding up norms") == num_sums
 
 
+def test_gradients_of_parameters_that_are_added_later_are_means(found: Found) -> None:
+    mean = sum(range(1, len(found) + 1)) / len(found)
+    assert [rank["added"] for rank in found] == [[[mean] * 3, [2 * mean] * 5]] * len(found)
+
+
 @pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3", "stage 3, nvme"])
 def test_steps_in_memory_are_planned_while_ranks_exchange(case: str, found: Found) -> None:
     """But for the first, which makes states."""
