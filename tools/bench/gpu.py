@@ -236,8 +236,15 @@ def _measures(
         traced = wide
     shape = preset("8b") if given.model is None else read_shape(given.model)
     model = ModelRun(
-        shape, given.model_layers, given.model_seq, given.model_batch, given.model_steps, given.model_states
-    )._replace(timeout_s=given.model_timeout, peer_python=given.peer_python)
+        shape,
+        given.model_layers,
+        given.model_seq,
+        given.model_batch,
+        given.model_steps,
+        given.model_states,
+        given.model_timeout,
+        given.peer_python,
+    )
 
     def trace() -> dict[str, Any]:
         found = {}
