@@ -29,23 +29,23 @@ _CHUNK_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 
 
-def open_direct(file: Path, flags: int) -> tuple[int, str]:
+def open_direct(file: Path, flags: int) -> tuple[Owned, str]:
     """Opens an existing file, direct where that is possible; the descriptor, and why it is buffered ("": it is not).
 
-    Raises OSError; the caller closes it.
+    Raises OSError.
     """
     try:
         own = Owned([os.open(file, flags | os.O_DIRECT)])
     except OSError:
-        return os.open(file, flags), "it takes no O_DIRECT"  # or raises what is wrong beside that
+        return Owned([os.open(file, flags)]), "it takes no O_DIRECT"  # or raises what is wrong beside that
     why = why_buffered(own[0])
     if why:
         fcntl.fcntl(own[0], fcntl.F_SETFL, fcntl.fcntl(own[0], fcntl.F_GETFL) & ~os.O_DIRECT)
-    return own.pop(), why
+    return own, why
 
 
-def open_unnamed(folder: Path) -> tuple[int, str]:
-    """Opens a file without a name; as `open_direct`. The caller closes it.
+def open_unnamed(folder: Path) -> tuple[Owned, str]:
+    """Opens a file without a name; as `open_direct`.
 
     Where the file system has no O_TMPFILE, the file has a name while it is opened.
     """
@@ -56,12 +56,11 @@ def open_unnamed(folder: Path) -> tuple[int, str]:
         name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
         own = Owned([create(name, mode=0o600)])
     try:
-        found, why = open_direct(name or Path(f"/proc/self/fd/{own[0]}"), os.O_RDWR)
-        own.append(found)
+        with own as made:  # not left to __del__, where Python drops an interrupt
+            return open_direct(name or Path(f"/proc/self/fd/{made}"), os.O_RDWR)
     finally:
         if name is not None:
             name.unlink()
-    return own.pop(), why
 
 
 def preallocate(fd: int, start: int, num_bytes: int) -> None:
@@ -112,7 +111,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
     For files that other libraries write there, whose own errors say less.
     """
-    with Owned([open_unnamed(folder)[0]]) as fd:
+    with open_unnamed(folder)[0] as fd:
         take_room(fd, 0, num_bytes, folder)
 
 
@@ -161,10 +160,10 @@ def probe_path(path: Path) -> PathFacts:
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path))
     try:
-        fd, why = open_unnamed(path)
+        own, why = open_unnamed(path)
     except OSError as error:
         raise OSError(error.errno, f"cannot write here: {os.strerror(error.errno or 0)}", str(path)) from None
-    os.close(fd)
+    own.close()
     stats = os.statvfs(path)
     free_bytes = stats.f_bavail * stats.f_frsize
     return PathFacts(path, free_bytes, file_system_of(path), not why, why, path.stat().st_dev)

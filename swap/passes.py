@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tiermem.swap.direct import open_unnamed, preallocate
-from tiermem.swap.durable import Owned
 from tiermem.swap.native import READ, SYNC, WRITE, Blocks, IoSettings, Map, Op, Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.queue import InFlight
@@ -253,7 +252,7 @@ def _rate(path: NvmePath, io: IoSettings) -> float | None:
     try:
         if num_bytes < 2 * io.block_bytes:
             raise OSError(errno.ENOSPC, f"max_bytes={path.max_bytes} leaves no room to measure")
-        with Owned([open_unnamed(path.path)[0]]) as fd:
+        with open_unnamed(path.path)[0] as fd:
             preallocate(fd, 0, num_bytes)
             return mixed_rate(fd, num_bytes, io, _SECONDS)
     except OSError as error:

@@ -127,7 +127,7 @@ class ReadFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._own = durable.Owned([open_direct(path, os.O_RDONLY | os.O_NONBLOCK)[0]])
+        self._own, _ = open_direct(path, os.O_RDONLY | os.O_NONBLOCK)
         self.fd = self._own[0]
         with durable.named(path):
             durable.check_regular(self.fd)
@@ -403,10 +403,11 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
                 own = durable.Owned([durable.create(self.path)])
             opened.callback(self.path.unlink, missing_ok=True)
             with own as made:
-                self._fd, _ = open_direct(Path(f"/proc/self/fd/{made}"), os.O_RDWR)
+                found, _ = open_direct(Path(f"/proc/self/fd/{made}"), os.O_RDWR)
             closing = contextlib.ExitStack()
             opened.push(closing)
-            closing.callback(os.close, self._fd)
+            closing.callback(found.close)
+            self._fd = found[0]
             if num_bytes:
                 take_room(self._fd, 0, round_up(num_bytes, ALIGNMENT), self.path)
             arena = Arena(_WRITE_PIECE_BYTES * _NUM_PIECES)

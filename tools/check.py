@@ -18,7 +18,6 @@ from rich.text import Text
 from tiermem.config import ConfigError, load_config
 from tiermem.swap.accelerator import facts_of, find_device, free_and_total, is_accelerator
 from tiermem.swap.direct import open_unnamed, preallocate, probe_path
-from tiermem.swap.durable import Owned
 from tiermem.swap.native import choose_isa
 from tiermem.tools.bench.files import BLOCK_BYTES, DEPTH, measure_disk, memory_backed, why_unmeasured
 from tiermem.tools.machine import cpu_model, memory_bytes, num_cores, read_word, try_engines
@@ -194,8 +193,8 @@ def find_rate(path: Path, seconds: float) -> Finding:
 
 def direct_alignment(path: Path) -> int:
     """The smallest of 512, 1024, 2048 and 4096 that direct reads at odd multiples of it accept; 0 if none."""
-    fd, why_buffered = open_unnamed(path)
-    with Owned([fd]):
+    own, why_buffered = open_unnamed(path)
+    with own as fd:
         preallocate(fd, 0, 1 << 16)
         with mmap.mmap(-1, 1 << 13) as memory, memoryview(memory) as buffer:
             for size in () if why_buffered else (512, 1024, 2048, 4096):

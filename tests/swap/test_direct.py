@@ -14,6 +14,7 @@ import torch
 
 from tiermem.swap import direct, native
 from tiermem.swap.direct import open_direct, open_unnamed, preallocate, probe_path
+from tiermem.swap.durable import Owned
 from tiermem.swap.files import Files
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import FileReader
@@ -95,21 +96,19 @@ def test_reader_and_unnamed_files_follow_the_same_rule(
     with FileReader(path) as reader:
         assert is_direct(reader._file.fd) is expected
         assert torch.equal(reader.read(5, 9_990), pattern(10_001)[5:9_995])
-    fd, why = open_unnamed(tmp_path)
-    assert (not why) is is_direct(fd) is expected
-    os.close(fd)
+    own, why = open_unnamed(tmp_path)
+    assert (not why) is is_direct(own[0]) is expected
+    own.close()
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
 
 
 def test_file_that_refuses_o_direct_says_so(mount: Callable[..., Path]) -> None:
     folder = mount("ramfs")
     (folder / "file").touch()
-    fd, why = open_direct(folder / "file", os.O_RDWR)
-    assert (is_direct(fd), why) == (False, "it takes no O_DIRECT")
-    os.close(fd)
-    fd, why = open_unnamed(folder)
-    assert why
-    os.close(fd)
+    own, why = open_direct(folder / "file", os.O_RDWR)
+    assert (is_direct(own[0]), why) == (False, "it takes no O_DIRECT")
+    own.close()
+    assert open_unnamed(folder)[1]
     assert [file.name for file in folder.iterdir()] == ["file"]
 
 
@@ -121,14 +120,12 @@ def test_file_that_is_not_there_is_an_error_not_a_buffered_file(tmp_path: Path) 
 def test_probing_a_folder_makes_no_name_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
 
-    def look(file: Path, flags: int) -> tuple[int, str]:
+    def look(file: Path, flags: int) -> tuple[Owned, str]:
         names.extend(os.listdir(tmp_path))  # what a process would leave that is killed here
         return open_direct(file, flags)
 
     monkeypatch.setattr(direct, "open_direct", look)
-    fd, why = open_unnamed(tmp_path)
-    os.close(fd)
-    assert probe_path(tmp_path).why_buffered == why
+    assert probe_path(tmp_path).why_buffered == open_unnamed(tmp_path)[1]
     assert not names
 
 
@@ -139,8 +136,7 @@ def test_room_is_taken_where_there_is_no_fallocate(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "posix_fallocate", lacking)
     file = tmp_path / "segment"
     file.write_bytes(b"kept" * 1000)
-    fd, _ = open_direct(file, os.O_RDWR)
-    preallocate(fd, 0, 3 << 20)
-    os.close(fd)
+    with open_direct(file, os.O_RDWR)[0] as fd:
+        preallocate(fd, 0, 3 << 20)
     assert file.read_bytes() == b"kept" * 1000 + bytes((3 << 20) - 4000)
     assert file.stat().st_blocks * 512 >= 3 << 20

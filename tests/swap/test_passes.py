@@ -17,10 +17,9 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @pytest.fixture
 def fd(tmp_path: Path) -> Iterator[int]:
-    fd, _ = open_unnamed(tmp_path)
-    os.posix_fallocate(fd, 0, 24 * MIB)
-    yield fd
-    os.close(fd)
+    with open_unnamed(tmp_path)[0] as fd:
+        os.posix_fallocate(fd, 0, 24 * MIB)
+        yield fd
 
 
 def watch(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> list[Op]:
@@ -152,13 +151,10 @@ def test_what_is_written_is_no_run_of_zeros(fd: int) -> None:
 def test_several_passes_share_a_quota(tmp_path: Path) -> None:
     quota, moved = Quota(10 * MIB), 0
     for _ in range(2):
-        fd, _ = open_unnamed(tmp_path)
-        try:
+        with open_unnamed(tmp_path)[0] as fd:
             os.posix_fallocate(fd, 0, 4 * MIB)
             with Passes(fd, 4 * MIB, IoSettings(block_bytes=MIB, depth=2)) as passes:
                 moved += passes.run("write", quota).written_bytes
-        finally:
-            os.close(fd)
     assert moved == 10 * MIB
     assert quota.take(MIB) == 0
 

@@ -25,12 +25,9 @@ def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:
 def test_the_file_has_no_name(tmp_path: Path) -> None:
     import os
 
-    fd, _ = open_unnamed(tmp_path)
-    try:
+    with open_unnamed(tmp_path)[0] as fd:
         assert list(tmp_path.iterdir()) == []
         os.write(fd, bytes(0))
-    finally:
-        os.close(fd)
 
 
 def test_alignment_is_one_of_those_tried(tmp_path: Path) -> None:

@@ -68,8 +68,9 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
         return all(self._is_direct[place] for place in places)
 
     def _make(self, path: Path, num_bytes: int, opened: ExitStack) -> None:
-        fd, why_buffered = open_unnamed(path)
-        opened.callback(os.close, fd)
+        own, why_buffered = open_unnamed(path)
+        opened.callback(own.close)
+        fd = own[0]
         self._descriptors[-1].append(fd)
         self._is_direct[-1] &= not why_buffered
         try:

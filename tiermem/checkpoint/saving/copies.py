@@ -127,7 +127,7 @@ def take_room(path: Path, extents: Sequence[Extent]) -> None:
 
 def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: Pace) -> None:
     """Copies extents of the sources into an existing file and syncs it. Blocks, without the GIL. Raises OSError."""
-    with durable.Owned([open_direct(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)[0]]) as target:
+    with open_direct(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)[0] as target:
         with mmap.mmap(-1, _STEP_BYTES) as buffer:  # page-aligned, as O_DIRECT requires
             for number, source in enumerate(sources):
                 due = [each for each in extents if each.file == number]
@@ -137,7 +137,7 @@ def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: P
 
 
 def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path, pace: Pace, buffer: mmap.mmap) -> None:
-    with durable.Owned([open_direct(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)[0]]) as fd:
+    with open_direct(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)[0] as fd:
         ways = [_clone] if is_of_one_host(path.parent) else [_clone, _copy_range]
         ways.append(functools.partial(_read_and_write, buffer))
         end = os.fstat(fd).st_size
