@@ -125,14 +125,6 @@ def test_no_bucket_is_larger_than_asked_and_the_payload_is_the_same(case: str, w
         assert all(size == room for size in sizes[:-1])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fields_without_effect_change_no_call_and_no_buffer(stage: int, found: Found) -> None:
-    plain, other = found[0][f"stage {stage}"], found[0][f"fields without effect, stage {stage}"]
-    assert [other[name] for name in ("payloads", "updates", "rows")] == [
-        plain[name] for name in ("payloads", "updates", "rows")
-    ]
-
-
 def test_two_buffers_hold_both_sides_of_the_largest_bucket(found: Found) -> None:
     largest = len(found) * max(shares(found, "stage 3").values()) * 4
     assert found[0]["stage 3"]["buffers"] == [2, -(-largest // 64) * 64 + largest]

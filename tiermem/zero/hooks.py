@@ -92,7 +92,7 @@ class Hooks(Uncopied):
         self._store = store
         self._homes = homes
         self._uses = Uses(units)
-        self._held: list[Use] = []  # uses whose units the backward under way holds
+        self._held: dict[Use, None] = {}  # in their order: uses whose units the backward under way holds
         self._frames: list[Frame] = []  # forwards under way, the innermost last
         # At most one: the outermost forward under way. A dict, since `setdefault` is one step.
         self._call: dict[str, _Call] = {}
@@ -315,7 +315,7 @@ class Hooks(Uncopied):
     def answer_held(self) -> None:
         """Inside `joined`, after a backward: answers the uses that it began, whose operations have all been computed."""
         while self._held:
-            self.answer(self._held[-1])
+            self.answer(next(reversed(self._held)))
 
     def is_open(self, live: LiveUnit) -> bool:
         """Whether a unit has a use that no backward has answered."""
@@ -436,15 +436,14 @@ class Hooks(Uncopied):
     def _hold(self, use: Use, grad: torch.Tensor | None = None) -> None:
         """The gradient of a tensor that a forward returned has come: holds the use's units for its backward."""
         self.watch_backward()
-        if use.is_held or use.answered_in == self.num_backwards:
+        if use in self._held or use.answered_in == self.num_backwards:
             return
         for later in [other for other in self._held if other.entered > use.left]:
             self.answer(later)  # operations recorded after this forward have been computed
-        use.is_held = True
         if grad is not None and grad.requires_grad:  # a second backward through this one needs the units until here
             marks.mark([grad], use, self._let_go)
         self._uses.add(use)
-        self._held.append(use)
+        self._held[use] = None
         for live in use.needed_again:
             self.prefetcher.acquire(live)
         use.start_ns = time.monotonic_ns()
@@ -469,9 +468,8 @@ class Hooks(Uncopied):
 
     def _let_go(self, use: Use, grad: torch.Tensor | None = None) -> None:
         """A use's backward, or a second backward through it, has passed the forward's operations: releases the units."""
-        if use.is_held:
-            use.is_held = False
-            self._held.remove(use)
+        if use in self._held:
+            del self._held[use]
             self._record("backward", use)
             for live in use.needed_again:
                 self.prefetcher.release(live)
@@ -521,7 +519,7 @@ class Hooks(Uncopied):
         if self._ending is not None or self._homes.is_torn:
             self._homes.abandon()
         while self._held:
-            self._let_go(self._held[-1])
+            self._let_go(next(reversed(self._held)))
         self._returned.clear()
         self._ending = None
 

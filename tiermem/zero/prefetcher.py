@@ -116,7 +116,6 @@ class Use:
     def __init__(self, units: Sequence[LiveUnit], reads_again: bool = True) -> None:
         self.units = list(units)
         self.reads_again = reads_again
-        self.is_held = False
         self.answered_in = 0  # number of the backward that answered it last
         self.entered = 0  # tick of the forward's begin
         self.left = 0  # tick of its end

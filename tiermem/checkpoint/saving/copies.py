@@ -49,6 +49,7 @@ from tiermem.swap.entry import Freeze
 from tiermem.swap.ranges import round_up
 from tiermem.swap.run_folder import SEGMENT, is_of_one_host, remove
 from tiermem.swap.tier import ALIGNMENT
+from tiermem.zero.failures import Traffic
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology, group_aside
 
@@ -238,9 +239,9 @@ class Copies:
         if not (any(has_rest) and is_behind):
             self._end(work, talk)
             return
-        # The thread's collectives use a group of their own; the watch explains those of the main group.
+        # The thread's collectives use a group of their own; the watch explains, and ranks compare, those of the main group.
         group = None if topology.group is None else group_aside(topology)
-        talk = talk_over(dataclasses.replace(topology, group=group, watch=None))
+        talk = talk_over(dataclasses.replace(topology, group=group, watch=None, traffic=Traffic()))
         self._thread = threading.Thread(target=self._run, args=(work, talk), name="tiermem-copy", daemon=True)
         self._thread.start()
 
