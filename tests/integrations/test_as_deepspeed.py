@@ -113,7 +113,7 @@ def test_accelerate_launch_with_a_deepspeed_plugin(tmp_path: Path) -> None:
 
 
 def test_the_metadata_names_the_version_that_is_answered() -> None:
-    metadata = Path(as_deepspeed.__file__).with_name("deepspeed_names") / "deepspeed.dist-info" / "METADATA"
+    metadata = Path(as_deepspeed.__file__).with_name("deepspeed_names") / "deepspeed.egg-info"
     assert f"Version: {as_deepspeed.VERSION}\n" in metadata.read_text("utf-8")
 
 
