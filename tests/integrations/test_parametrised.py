@@ -134,7 +134,17 @@ def assert_normed(found: dict[str, Any], stored: dict[str, torch.Tensor]) -> Non
     assert all(0.01 < each.std() < 1 for each in weights)
 
 
-@pytest.mark.parametrize("lacks", [".", "weight", pytest.param("_u", marks=pytest.mark.slow)])
+RENAMED = "transformers' loader for ZeRO-3 renames weight_g and weight_v of the older hooks, which are then not loaded"
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        ".",
+        "weight",
+        pytest.param("_u", marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason=RENAMED)]),
+    ],
+)
 def test_every_norm_has_values_as_under_deepspeed(lacks: str, tmp_path: Path) -> None:
     stored = saved(tmp_path, lacks, is_normed=True)
     assert_normed(as_under_deepspeed(tmp_path, "file"), stored)
