@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -295,11 +296,19 @@ class Pool:
         """Returns a free slot, or None when all are lent."""
         return self._free.pop() if self._free else None
 
+    def take_all(self, into: list[Slot]) -> None:
+        """Moves every free slot to the end of a list. An interrupt leaves none outside both."""
+        _move_all(self._free, into)
+
     def give_back(self, slot: Slot) -> None:
         """Takes a slot back; `take` returns the most recently used slot first."""
         if any(free.offset == slot.offset for free in self._free):
             raise RuntimeError(f"the slot at {slot.offset} is in the pool already: it was given back twice")
         self._free.append(slot)
+
+    def give_back_all(self, slots: list[Slot]) -> None:
+        """Takes back the slots of a list, which is empty then. An interrupt leaves none outside both."""
+        _move_all(slots, self._free)
 
     def reset(self) -> None:
         """Takes every slot back, whoever has it: after an interrupt, when no transfer or thread uses any of them."""
@@ -312,6 +321,11 @@ class Pool:
         for slot in self._slots:
             self._memory.give_back(slot)
         self._set([], self.slot_bytes)
+
+
+def _move_all(slots: list[Slot], into: list[Slot]) -> None:
+    """Moves slots, the last one first: one call of C code, which Python's signals do not interrupt."""
+    into.extend(map(list.pop, repeat(slots, len(slots))))
 
 
 def _size_of(num_bytes: int) -> int:

@@ -570,7 +570,7 @@ class Program(Generic[T]):
     def _take_slots(self) -> Slot | None:
         """Takes every free buffer; returns the first of those that it has, or None."""
         if self._pool is not None:
-            self._slots.extend(iter(self._pool.take, None))  # no line between: an interrupt loses none
+            self._pool.take_all(self._slots)
         return self._first_slot
 
     @property
@@ -578,6 +578,5 @@ class Program(Generic[T]):
         return self._slots[0] if self._slots else None
 
     def _give_slots_back(self) -> None:
-        while self._slots:
-            assert self._pool is not None
-            self._pool.give_back(self._slots.pop())
+        if self._pool is not None:
+            self._pool.give_back_all(self._slots)
