@@ -51,6 +51,21 @@ def test_a_write_is_honoured_as_by_fp32_masters(way: str, place: str, moment: st
             assert torch.allclose(ours[1][name].float(), value.float(), rtol=0.02, atol=1e-4), name
 
 
+def test_a_loaded_state_dict_is_not_taken_for_writes_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be compared with its master, and would wait for the accelerator. Only what the user writes after it is."""
+    model, taken = model_of(), list[str]()
+    with tiermem.shard(model, OffloadPolicy(params=Tier.DEVICE)) as shards:
+        take = shards._take_writes_of
+        monkeypatch.setattr(shards, "_take_writes_of", lambda live: (taken.append(live.unit.name), take(live)))
+        model.load_state_dict(model_of().state_dict())
+        shards.take_writes()
+        assert not taken
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        shards.take_writes()
+        assert len(taken) == 1
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", ["zero_a_row", "zero_all", "clamp"])

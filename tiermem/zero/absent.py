@@ -302,6 +302,12 @@ class PresentParameter(nn.Parameter):
             check_like(values, self)
         _DATA.__set__(self, values)
 
+    def copy_(self, values: torch.Tensor, non_blocking: bool = False) -> PresentParameter:
+        """Writes values, as torch does; a copy to itself, with which `load_state_dict` ends after our hook, is no write."""
+        if values is not self:
+            super().copy_(values, non_blocking)
+        return self
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
