@@ -31,10 +31,14 @@ _GRACE_S = 10.0  # a thread that has ended may stay that long on a machine that 
 @pytest.fixture(scope="session", autouse=True)
 def warmed_up() -> None:
     """Torch starts its thread pools now, and multiprocessing its tracker, so that no test is blamed for them; tqdm starts no
-    thread. What is imported is not collected again. Small tiles have strips. Seeds are for the devices that are there."""
+    thread. What is imported is not collected again. Small tiles have strips. Seeds are for the devices that are there.
+
+    At the first `with torch.device(...)` of a process torch notes its constructors: before a test replaces one of them, which
+    would allocate 7B of a "meta" model later."""
     a = torch.ones(512, 512, requires_grad=True)
     (a @ a).sum().backward()
-    torch.ones(1 << 20).add_(1).sum()
+    with torch.device("cpu"):
+        torch.ones(1 << 20).add_(1).sum()
     cut_small_tiles()
     resource_tracker.ensure_running()
     for kind in (torch.cuda, torch.xpu, torch.mtia):
