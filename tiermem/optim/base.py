@@ -17,7 +17,7 @@ from tiermem.optim.local import local_of, sum_over_ranks
 from tiermem.optim.resting import RestingStates, check_policy
 from tiermem.optim.rules import IMPLEMENTATION, AnyStep, Group, LossScaler, Rule, check_implementation
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor, take_up
-from tiermem.optim.shown import ShownStates, StateHome
+from tiermem.optim.shown import AtRest, ShownStates
 from tiermem.optim.tiles import StateTiles
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import Precision
@@ -26,7 +26,6 @@ from tiermem.zero import registry
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import fair_cores, fair_threads
-from tiermem.zero.unit import Shard
 from tiermem.zero.written import Mark, mark_of
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
@@ -265,18 +264,20 @@ class NativeOptimizer(torch.optim.Optimizer):
     def follow_state(self) -> None:
         """Takes over what the user has made of `state` (shown.py). Blocks; raises ValueError for another shape, OSError."""
         with torch._C.DisableTorchFunctionSubclass():  # looking resting parameters up takes less time so
-            for shard, home in self._at_rest():
-                if not self._shown.is_followed(self.state, shard) and (found := self._find_rule(shard.param)):
+            for shard, home in self._shown.changed(self.state, self._at_rest()):
+                if found := self._find_rule(shard.param):
                     self._shown.follow(self.state, shard, home, found[1])
 
     def show_state(self) -> None:
         """Makes `state` show states that rest elsewhere as they are."""
         with torch._C.DisableTorchFunctionSubclass():
-            for shard, home in self._at_rest():
+            groups = [group for group in self.param_groups if group["params"]]
+            self._shown.use_moments([self.rule_of(group, group["params"][0]).moments for group in groups])
+            for shard, home in self._shown.outdated(self.state, self._at_rest()):
                 if found := self._find_rule(shard.param):
                     self._shown.show(self.state, shard, home, found[1])
 
-    def _at_rest(self) -> Iterator[tuple[Shard, StateHome]]:
+    def _at_rest(self) -> Iterator[AtRest]:
         """The parameters whose states rest elsewhere."""
         for shards, model in self._sharded.items():
             yield from ((shard, model) for live, shard in shards.parameters() if live.unit.is_trainable)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,10 @@ class StateHome(Protocol):
 
     def write_state(self, shard: Shard, name: str, value: torch.Tensor | None) -> None:
         """Replaces a moment; None: by zeros. Every rank gives the whole value. Blocks; raises OSError."""
+
+
+AtRest = tuple[Shard, StateHome]
+"""A parameter whose states rest elsewhere."""
 
 
 class ShownState(RestingTensor):
@@ -91,6 +95,7 @@ class _Shown:
         self.tensors = {STEP: step, **{name: ShownState(home, shard, name) for name in rule.moments}}
         self._step = step.numpy()  # the same memory: a step looks at that of each parameter
         self._num_steps = 0
+        self.entry: MutableMapping[str, Any] | None = None  # in which `state` shows the tensors
 
     def count(self, num_steps: int) -> None:
         """Sets the number of steps."""
@@ -108,6 +113,29 @@ class ShownStates:
 
     def __init__(self) -> None:
         self._shown: dict[Shard, _Shown] = {}
+        self._moments: Sequence[Sequence[str]] = ()  # of each group
+
+    def use_moments(self, moments: Sequence[Sequence[str]]) -> None:
+        """Shows everything anew where a group's moments have other names than before."""
+        if moments != self._moments:
+            self._shown.clear()
+            self._moments = moments
+
+    def changed(self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest]) -> Iterator[AtRest]:
+        """The parameters whose entries are not as they were shown."""
+        for shard, home in at_rest:
+            entry, shown = state.get(shard.param), self._shown.get(shard)
+            if entry if shown is None else not shown.is_in(entry):
+                yield shard, home
+
+    def outdated(self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest]) -> Iterator[AtRest]:
+        """Sets the numbers of steps. Yields the parameters whose states are not shown yet, or no more."""
+        for shard, home in at_rest:
+            shown = self._shown.get(shard)
+            if shown is None or shown.entry is not state.get(shard.param) or not (shard.num_steps or shard.has_moments):
+                yield shard, home
+            else:
+                shown.count(shard.num_steps)
 
     def show(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Makes `state` show a parameter's states as they are; nothing of one that has none."""
@@ -120,13 +148,8 @@ class ShownStates:
         if shown is None or shown.moments != rule.moments:
             shown = self._shown[shard] = _Shown(home, shard, rule)
         shown.count(shard.num_steps)
-        if not shown.is_in(state.get(param)):
-            state.setdefault(param, {}).update(shown.tensors)
-
-    def is_followed(self, state: MutableMapping[Any, Any], shard: Shard) -> bool:
-        """Whether a parameter's entry is as it was shown."""
-        entry, shown = state.get(shard.param), self._shown.get(shard)
-        return not entry if shown is None else shown.is_in(entry)
+        shown.entry = state.setdefault(param, {})
+        shown.entry.update(shown.tensors)
 
     def follow(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Takes over what the user has made of a parameter's entry. Blocks; raises ValueError for another shape, OSError."""

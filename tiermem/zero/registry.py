@@ -50,6 +50,11 @@ def is_gathered(param: nn.Parameter) -> bool:
     return len(_gathered) > 0 and param in _gathered
 
 
+def has_gathered() -> bool:
+    """Whether any GatheredParameters context holds values."""
+    return len(_gathered) > 0
+
+
 def open_init(change: int) -> None:
     """Counts the zero.Init contexts that are open: 1 opens one, -1 closes it."""
     global _num_open

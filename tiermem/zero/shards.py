@@ -492,7 +492,7 @@ class Shards:
 
         An interrupt at the end of a GatheredParameters block has left it, or the block still lasts.
         """
-        for live in units:
+        for live in units if registry.has_gathered() else ():
             for param in (shard.param for shard in live.unit.shards):
                 if registry.is_gathered(param):
                     self.put_back(param)
