@@ -29,15 +29,17 @@ _CHUNK_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 
 
-def open_direct(file: Path, flags: int) -> tuple[Owned, str]:
+def open_direct(file: Path, flags: int, own: Owned | None = None) -> tuple[Owned, str]:
     """Opens an existing file, direct where that is possible; the descriptor, and why it is buffered ("": it is not).
 
-    Raises OSError.
+    own: gets the descriptor, and is returned; its holder closes it after an interrupt. Raises OSError.
     """
+    own = Owned() if own is None else own
     try:
-        own = Owned([os.open(file, flags | os.O_DIRECT)])
+        own.append(os.open(file, flags | os.O_DIRECT))
     except OSError:
-        return Owned([os.open(file, flags)]), "it takes no O_DIRECT"  # or raises what is wrong beside that
+        own.append(os.open(file, flags))  # or raises what is wrong beside that
+        return own, "it takes no O_DIRECT"
     why = why_buffered(own[0])
     if why:
         fcntl.fcntl(own[0], fcntl.F_SETFL, fcntl.fcntl(own[0], fcntl.F_GETFL) & ~os.O_DIRECT)

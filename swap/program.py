@@ -56,6 +56,7 @@ from tiermem.swap.tile_program import (
     ONE_READ,
     ONE_WRITE,
     WRITE_STAGE,
+    Taken,
     TileProgram,
 )
 
@@ -85,7 +86,8 @@ class Program(Generic[T]):
         self._tentative: Running[T] | None = None
         self._helper: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
         self._brought: threading.Thread | None = None  # serves the run under way
-        self._left: list[concurrent.futures.Future[None]] = []  # work on tiles of that run, in other threads
+        self._left: dict[concurrent.futures.Future[None], int] = {}  # work on tiles of that run, in other threads
+        self._taken: Taken | None = None  # by a caller of `next`, until `done`
         self._reading = threading.RLock()  # held while a read begins, perhaps in another thread, and while a run ends
         self.num_native = 0  # tiles so far whose work was native steps
         self.num_called = 0  # those for which `compute` was called
@@ -129,6 +131,11 @@ class Program(Generic[T]):
         """
         with self._reading:
             if (native := self._native) is not None:
+                if self._taken is not None and self._taken.is_mine:
+                    native.give_up(self._taken.tile[0])
+                for future, index in list(self._left.items()):
+                    if future.cancel():  # its thread has not begun, or was not told to
+                        native.give_up(index)
                 native.stop()
                 if (running := self._running) is not None:
                     if not running.state.is_over:
@@ -139,7 +146,7 @@ class Program(Generic[T]):
             if self._brought is not None:
                 self._brought.join()  # it has ended with the run
             concurrent.futures.wait(self._left)
-            self._running = self._tentative = self._brought = None
+            self._running = self._tentative = self._brought = self._taken = None
             self._left.clear()
             self._begun.clear()
             self._give_slots_back()
@@ -323,7 +330,7 @@ class Program(Generic[T]):
 
         It does the work of tiles that is not native, unless a thread serves the run. Raises the run's error, unless `wait` or a
         read has raised it: OSError when a transfer or the thread's work failed, and the error of `compute`. An interrupt leaves
-        a run of native tiles under way.
+        a run of native tiles under way, unless this thread was bringing what one of them needs.
         """
         running = self._running
         if running is None:
@@ -333,7 +340,7 @@ class Program(Generic[T]):
             while not self._call_next(running, SLICE_S):
                 pass
         except BaseException:
-            if not running.is_native:
+            if not running.is_native or (self._taken is not None and self._taken.is_mine):
                 self.drop()
             raise
         if not running.is_awaited:
@@ -435,21 +442,30 @@ class Program(Generic[T]):
     def _call_next(self, running: Running[T], timeout_s: float) -> bool:
         """Does or brings what the next tile needs beside native work, unless a thread does. True: the run has ended."""
         program = self._program()
-        found = program.next(timeout_s) if self._brought is None else program.wait(-1, True, timeout_s) is not None
+        if self._brought is not None:
+            return program.wait(-1, True, timeout_s) is not None
+        self._taken = Taken()
+        found = program.next(timeout_s, self._taken)
         if not isinstance(found, tuple):
             return found
         index, buffer = found
-        has_failed, left = True, None
+        has_failed = True
+        is_left = False
         try:
             if (rest := self._begin_work(running, index, buffer)) is not None:
-                self._left.append(left := self._help().submit(self._end_work, running, index, rest))
+                future = concurrent.futures.Future[None]()
+                self._left[future] = index
+                self._taken = None  # from here on `drop` ends what the thread does not
+                is_left = True
+                self._help().submit(self._end_later, running, index, rest, future)
             has_failed = False
         except Exception as error:
             running.causes.append(error)  # before the run ends
             raise
         finally:
-            if left is None:
+            if not is_left:
                 program.done(index, has_failed)
+                self._taken = None
         return False
 
     def _begin_work(self, running: Running[T], index: int, buffer: int) -> Callable[[], object] | None:
@@ -469,7 +485,7 @@ class Program(Generic[T]):
 
     def serve(self, running: Running[T]) -> bool:
         """Does what the next tile of a run needs beside native work. Blocks up to SLICE_S. True: the run has ended."""
-        found = self._program().next(SLICE_S)
+        found = self._program().next(SLICE_S, Taken())
         if isinstance(found, tuple):
             self._end_work(running, found[0], functools.partial(self._work_on, running, *found))
         return found is True
@@ -478,6 +494,16 @@ class Program(Generic[T]):
         """All the work on a tile that is not native. Blocks."""
         if (rest := self._begin_work(running, index, buffer)) is not None:
             rest()
+
+    def _end_later(
+        self, running: Running[T], index: int, rest: Callable[[], object], future: concurrent.futures.Future[None]
+    ) -> None:
+        """`_end_work`, unless the run was dropped before; the future tells `drop` of its end."""
+        if future.set_running_or_notify_cancel():
+            try:
+                self._end_work(running, index, rest)
+            finally:
+                future.set_result(None)
 
     def _end_work(self, running: Running[T], index: int, rest: Callable[[], object]) -> None:
         """Ends the work on a tile with the rest of it. In a thread of the program."""

@@ -127,11 +127,16 @@ class ReadFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._own, _ = open_direct(path, os.O_RDONLY | os.O_NONBLOCK)
-        self.fd = self._own[0]
-        with durable.named(path):
-            durable.check_regular(self.fd)
-        self.num_bytes = os.fstat(self.fd).st_size
+        self._own = durable.Owned()
+        try:
+            open_direct(path, os.O_RDONLY | os.O_NONBLOCK, self._own)
+            self.fd = self._own[0]
+            with durable.named(path):
+                durable.check_regular(self.fd)
+            self.num_bytes = os.fstat(self.fd).st_size
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Closes it; a second call does nothing."""
@@ -402,11 +407,12 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
             with durable.named(self.path):
                 own = durable.Owned([durable.create(self.path)])
             opened.callback(self.path.unlink, missing_ok=True)
-            with own as made:
-                found, _ = open_direct(Path(f"/proc/self/fd/{made}"), os.O_RDWR)
             closing = contextlib.ExitStack()
             opened.push(closing)
+            found = durable.Owned()
             closing.callback(found.close)
+            with own as made:
+                open_direct(Path(f"/proc/self/fd/{made}"), os.O_RDWR, found)
             self._fd = found[0]
             if num_bytes:
                 take_room(self._fd, 0, round_up(num_bytes, ALIGNMENT), self.path)

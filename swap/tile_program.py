@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import functools
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -131,6 +132,23 @@ def join_rows(several: Sequence[PieceRows]) -> PieceRows:
     return several[0] if len(several) == 1 else np.concatenate([NO_PIECES, *several])
 
 
+_NO_TILE = (1 << 64) - 1
+
+
+class Taken:
+    """A tile that `TileProgram.next` has given to this thread. Native code notes it, so that an interrupt loses none."""
+
+    def __init__(self) -> None:
+        self.tile = ffi.new("uint64_t *", _NO_TILE)
+        self.buffer = ffi.new("int32_t *")
+        self._thread = threading.get_ident()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether a tile was given, to the thread that asks."""
+        return self.tile[0] != _NO_TILE and self._thread == threading.get_ident()
+
+
 class TileProgram:
     """A native step program with its own thread. Methods may be called from any thread; they raise OSError as `check` does.
 
@@ -177,20 +195,23 @@ class TileProgram:
         code = lib.tm_program_add(self.handle, given, len(tiles))
         return check(code, f"adding {len(tiles)} tiles to a program") == 0
 
-    def next(self, timeout_s: float) -> tuple[int, int] | bool:
+    def next(self, timeout_s: float, taken: Taken) -> tuple[int, int] | bool:
         """Waits for a tile that is called or brought. Returns its index and that of its buffer (-1: none).
 
         Both are the caller's until `done`. True: the run has ended. False: timeout_s has passed; negative: it never does.
         """
-        tile, buffer = ffi.new("uint64_t *"), ffi.new("int32_t *")
-        code = lib.tm_program_next(self.handle, int(timeout_s * 1e9), tile, buffer)
+        code = lib.tm_program_next(self.handle, int(timeout_s * 1e9), taken.tile, taken.buffer)
         if code == -errno.ETIMEDOUT:
             return False
-        return True if check(code, "waiting for a tile") else (tile[0], buffer[0])
+        return True if check(code, "waiting for a tile") else (taken.tile[0], taken.buffer[0])
 
     def done(self, tile: int, has_failed: bool) -> None:
         """Ends the work on a tile of `next`."""
         check(lib.tm_program_done(self.handle, tile, errno.EIO if has_failed else 0), "ending the work on a tile")
+
+    def give_up(self, tile: int) -> None:
+        """Ends the work on a tile that an interrupt has left, if it has not ended: the run ends as after a failure."""
+        lib.tm_program_done(self.handle, tile, errno.ECANCELED)
 
     def wait(self, unit: int, is_written: bool, timeout_s: float) -> bool | None:
         """Whether a unit's tiles are stepped, or written as well; None after timeout_s; False when the run ended before."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dis
 import faulthandler
 import functools
 import gc
@@ -169,7 +170,7 @@ class Run:
                 "stage": setting.stage, "sub_group_size": 4096, "offload_optimizer": homes[setting.states],
                 "offload_param": homes[setting.params], "stage3_param_persistence_threshold": 0,
             },
-            "tiermem": {"overlap": setting.overlap},
+            "tiermem": {"overlap": setting.overlap, "strict": True},
         }  # fmt: skip
 
     def train(self) -> float:
@@ -233,7 +234,7 @@ class Run:
         return found.hexdigest()
 
     def footprint(self) -> dict[str, Any]:
-        """The buffers in use when no module runs, and the memory that is carved."""
+        """The buffers in use when no module runs, and the memory that is carved. An exception may be kept, and its frames."""
         shards = self.shards
         shards.check_whole()
         shards.program.drop()
@@ -242,7 +243,14 @@ class Run:
         pools = {name: pool for name, pool in shards._pools._asdict().items() if pool is not None}
         free = {name: f"{len(pool._free)} of {pool.count}" for name, pool in pools.items()}
         users = sum(live.num_users for live in shards.units)
-        return {"free": free, "carved": shards.store.arena.carved_bytes, "users": users, "files": len(open_files())}
+        return {"free": free, "carved": shards.store.arena.carved_bytes, "users": users}
+
+
+def files_beside(tracer: Tracer) -> int:
+    """How many files are open when the exception is gone, and its frames with what they own."""
+    tracer.raised = None
+    gc.collect()
+    return len(open_files())
 
 
 def open_files() -> list[str]:
@@ -254,6 +262,28 @@ def open_files() -> list[str]:
 
 
 # ---- the interrupt ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def ends_of_blocks(code: types.CodeType) -> frozenset[int]:
+    """The offsets at which a `with` block that went well calls `__exit__`.
+
+    No signal and no exception for a thread comes between the block and that call: CPython looks for them after calls, at jumps
+    back and where functions begin, so that a lock is released. Only a trace function can raise there.
+    """
+    found = list(dis.get_instructions(code))
+    starts = [
+        number
+        for number, (*three, _) in enumerate(zip(found, found[1:], found[2:], found[3:], strict=False))
+        if all(each.opname == "LOAD_CONST" and each.argval is None for each in three)
+    ]
+    offsets = set[int]()
+    for start in starts:
+        end = next(number for number in range(start, len(found)) if found[number].opname == "CALL")
+        is_return = found[start - 1].opname == "SWAP"  # the value that is returned
+        if found[end].arg == 2:
+            offsets |= {each.offset for each in found[start - is_return : end + 1]}
+    return frozenset(offsets)
 
 
 class Tracer:
@@ -285,9 +315,9 @@ class Tracer:
         return self._trace
 
     def _trace(self, frame: types.FrameType, event: str, _: object) -> Any:
-        if event not in ("line", "opcode"):
-            return self._trace
         code = frame.f_code
+        if event not in ("line", "opcode") or frame.f_lasti in ends_of_blocks(code):
+            return self._trace
         place = code.co_filename, frame.f_lineno, frame.f_lasti if event == "opcode" else -1
         if self._wanted is None:
             self.seen[(*place, code.co_qualname)] += 1
@@ -410,7 +440,12 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
                     end_step(run)
             for _ in range(num_steps):
                 losses.append(go_on(run))
-            said(losses=[loss.hex() for loss in losses], digest=run.digest(), footprint=run.footprint())
+            said(
+                losses=[loss.hex() for loss in losses],
+                digest=run.digest(),
+                footprint=run.footprint(),
+                files=files_beside(tracer),
+            )
     except RuntimeError as error:
         if not is_told(error, setting):
             raise
@@ -421,7 +456,12 @@ def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, 
             losses = losses[:2]
             for _ in range(num_steps):
                 losses.append(run.train())
-            said(losses=[loss.hex() for loss in losses], digest=run.digest(), footprint=run.footprint())
+            said(
+                losses=[loss.hex() for loss in losses],
+                digest=run.digest(),
+                footprint=run.footprint(),
+                files=files_beside(tracer),
+            )
     if part == "close":
         with contextlib.suppress(RankLost):
             said(how=ended(run.close, tracer))
@@ -498,7 +538,8 @@ class Bench:
         same = said["losses"] == repeated["losses"] and said["digest"] == repeated["digest"]
         is_ahead = said["losses"][2:] == made["losses"][3:] and said["digest"] == made["digest"]
         assert same or is_ahead, f"wrong bits\n{shown}\nrepeated {repeated}\nmade {made}"
-        assert said["footprint"] == repeated["footprint"], f"leaked: instead of {repeated['footprint']}\n{shown}"
+        for left in ("footprint", "files"):
+            assert said[left] == repeated[left], f"leaked: instead of {left} {repeated[left]}\n{shown}"
         return is_ahead and not same
 
     def _run(self, case: Case | None, setting: int, part: str, num_steps: int) -> list[list[dict[str, Any]]]:

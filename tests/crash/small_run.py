@@ -93,7 +93,7 @@ def config_of(place: Path, plan: Plan) -> dict[str, Any]:
         },
         "tiermem": {
             "precision": plan.precision, "durability": plan.durability, "keep": plan.keep, "engine": plan.engine,
-            "overlap": plan.overlap,
+            "overlap": plan.overlap, "strict": True,
         },
     }  # fmt: skip
 

@@ -57,7 +57,7 @@ def test_no_interrupt_leaves_a_run_that_is_silently_wrong(setting: int, tmp_path
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "count"), [("steps", 200), ("trainer", 200), ("command", 100)])
+@pytest.mark.parametrize(("kind", "count"), [("steps", 200), ("trainer", 200), ("command", 200)])
 def test_no_ctrl_c_leaves_a_training_that_is_silently_wrong(kind: str, count: int, tmp_path: Path) -> None:
     found = totals_of("notebook.py", tmp_path, "--kinds", kind, "--count", str(count), name=f"ctrl-c-{kind}")
     assert found["cases"] >= count

@@ -375,8 +375,8 @@ def test_no_python_runs_between_the_read_and_the_write_of_a_native_tile(
     program.start(names, Momentum(store, workers))
     sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
     program.finish()
-    waits = {"finish", "_program", "_call_next", "next", "handle", "check_process", "check"}
-    ends = {"has_failed", "failure", "end", "drop", "ended", "add", "<lambda>"}
+    waits = {"finish", "_program", "_call_next", "__init__", "next", "handle", "check_process", "check"}
+    ends = {"has_failed", "failure", "end", "drop", "is_mine", "ended", "add", "<lambda>"}
     assert set(seen) <= waits | ends, seen
     assert len(seen) < 100  # calls that wait for the end, of a tenth of a second each
     check(store, names, [2] * 20, workers)
@@ -1026,6 +1026,28 @@ def test_an_interrupt_while_tiles_are_given_leaves_no_buffer_behind(
     program.commit(names, Momentum(store, workers))
     program.finish()
     check(store, names, [1] * 4, workers)
+    program.close()
+
+
+@pytest.mark.parametrize("name", ["next", "done"])
+def test_a_called_tile_that_an_interrupt_has_left_is_ended(
+    store: TensorStore, workers: Workers, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Else the end of the run waited for it for ever: after `next` nobody knew its number."""
+    names, pool = put(store, 4), Pool(store.arena, TILE_BYTES, 2, "tiles")
+    program: Program[str] = Program(store, pool, workers)
+    real = getattr(TileProgram, name)
+
+    def interrupted(*given: Any) -> object:
+        if name == "next" and isinstance(real(*given), bool):
+            return False
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TileProgram, name, interrupted)
+        program.run(names, Momentum(store, workers, called=names))
+    assert num_free(pool) == 2
+    program.run(names, Momentum(store, workers, called=names))
     program.close()
 
 

@@ -142,19 +142,21 @@ class Shards:
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
         check_card(self.plan, policy, self.device)
         self.store = open_store(self.plan, policy, self.topology, self.device)
-        self.workers = near_workers(self.device, self.store.arena)
-        self.store.sums.use(self.workers, policy.verify)
-        weakref.finalize(self, end_kernels, self.store.programs, self.workers)  # for a model that is never closed
         self._end_watch: Callable[[], object] = lambda: None
-        if self.topology.group is not None and self.topology.watch is not None:
-            self.topology.watch.start(self.topology.group, self.topology.groups)
-            self._end_watch = weakref.finalize(self, self.topology.watch.close)
+        workers = None
         try:
+            self.workers = workers = near_workers(self.device, self.store.arena)
+            self.store.sums.use(workers, policy.verify)
+            weakref.finalize(self, end_kernels, self.store.programs, workers)  # for a model that is never closed
+            if self.topology.group is not None and self.topology.watch is not None:
+                self.topology.watch.start(self.topology.group, self.topology.groups)
+                self._end_watch = weakref.finalize(self, self.topology.watch.close)
             self.plan = take_disk(self.plan, policy, self.store, self.topology)
             self._build(self.plan.division)
         except BaseException:
             self.store.close()
-            self.workers.close()
+            if workers is not None:
+                workers.close()
             self._end_watch()
             raise
         trim_heap()  # returns freed memory of the build

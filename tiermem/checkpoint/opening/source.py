@@ -125,10 +125,14 @@ class Source:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            self.close()
+        except BaseException:
+            self.close()  # after an interrupt
+            raise
 
     def close(self) -> None:
-        """Closes the files; calling it twice does nothing."""
+        """Closes the files; a second call completes the first."""
         self._verified.close()
         self._shares.close()
         if self._workers is not None:
