@@ -126,6 +126,9 @@ class OffloadPolicy:
     """Units of parameters present at once (the one in use and those fetched ahead). None: 3 where memory allows."""
     unit_numel: Positive | None = None
     """Most elements of one unit's buffer; a larger unit is refused. None: the largest unit."""
+    sizes_are_least: bool = False
+    """`tile_numel`, `tile_buffers` and `unit_buffers` are least numbers: a plan takes the usual ones where these are larger
+    and memory allows."""
     host_param_numel: int | None = None
     """Parameters homed on NVME that may stay on HOST all the time (`max_in_cpu`). None: 0."""
     prefetch_numel: int | None = None

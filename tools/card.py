@@ -183,6 +183,7 @@ def settle_by_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Job:
 #
 # So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
 
+_SIZES = {"tile_numel", "tile_buffers", "unit_buffers"}
 _PLACES = {
     "grads": ("tiermem", "grads"),
     "tile_numel": ("zero_optimization", "sub_group_size"),
@@ -266,6 +267,8 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
         if isinstance(value, Tier):
             value = "nvme" if value is Tier.NVME else "cpu"
         config = with_key(config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value)
+    if fields.keys() & _SIZES:
+        config = with_key(config, ("tiermem", "sizes_are_least"), False)
     return config
 
 

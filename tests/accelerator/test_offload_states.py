@@ -36,7 +36,7 @@ def started(zero: dict[str, Any], device: str = "sim", **own: Any) -> Engine:
         "gradient_accumulation_steps": 2,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "tiermem": own,
+        "tiermem": {**own, "strict": True},
     }
     return tiermem.initialize(model=seeded(zoo.Tower), config=config, device=device)[0]
 

@@ -83,9 +83,10 @@ def start(nvme: Path, preset: str, seed: int) -> tiermem.Engine:
             "offload_optimizer": offload,
             "offload_param": offload,
         },
+        "tiermem": {"strict": True},
     }
     if preset != "fp32":
-        config |= {"bf16": {"enabled": True}, "tiermem": {"precision": preset}}
+        config |= {"bf16": {"enabled": True}, "tiermem": {"precision": preset, "strict": True}}
     torch.manual_seed(seed)
     engine, *_ = tiermem.initialize(model=Elements(), config=config)
     torch.manual_seed(100 + seed + rank_of())

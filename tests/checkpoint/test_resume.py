@@ -36,7 +36,7 @@ def started(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3}},
         "zero_optimization": zero,
-        "tiermem": (own or {}) | ({} if preset is None else {"precision": preset}),
+        "tiermem": {**(own or {}), "strict": True} | ({} if preset is None else {"precision": preset}),
     } | keys
     if preset is not None:
         config["bf16"] = {"enabled": True}

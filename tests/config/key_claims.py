@@ -46,6 +46,7 @@ STAGE_3 = {"zero_optimization": {"stage": 3}}
 NVME_PARAM = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}}
 NVME_OPTIM = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}}
 CPU_OPTIM = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+STRICT = {"tiermem": {"strict": True}}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True}}
 AUTOCAST = {"torch_autocast": {"enabled": True}}
@@ -183,7 +184,7 @@ CLAIMS: dict[str, Claim] = {
         4, RUN + "test_parameter_buffers_on_nvme_are_as_many_as_buffer_count", {"unit_buffers": 4}, NVME_PARAM
     ),
     PARAM + "buffer_size": Claim(
-        1000, RUN + "test_a_unit_larger_than_buffer_size_is_refused", {"unit_numel": 1000}, NVME_PARAM
+        1000, RUN + "test_a_unit_larger_than_buffer_size_is_refused", {"unit_numel": 1000}, NVME_PARAM | STRICT
     ),
     PARAM + "max_in_cpu": Claim(
         1000, RUN + "test_max_in_cpu_keeps_parameters_off_the_disk", {"host_param_numel": 1000}, NVME_PARAM
@@ -259,10 +260,12 @@ CLAIMS: dict[str, Claim] = {
         ["torch.nn.Linear"], "tests/ranks/test_reduced_dtypes.py::test_gradients_add_up_in_what_is_asked", {}, AUTOCAST
     ),
     # aio
-    "aio.block_size": Claim(65536, "tests/swap/test_queue_options.py::test_options_change_no_byte", with_io(block_bytes=65536)),
+    "aio.block_size": Claim(
+        65536, "tests/swap/test_queue_options.py::test_options_change_no_byte", with_io(block_bytes=65536), STRICT
+    ),
     "aio.queue_depth": Claim(
         3, "tests/swap/test_queue_options.py::test_blocks_beyond_the_depth_go_on_while_python_holds_the_gil",
-        with_io(depth=3),
+        with_io(depth=3), STRICT,
     ),
     "aio.intra_op_parallelism": Claim(
         2, RUN + "test_engine_says_who_moves_the_blocks", with_io(depth=IoSettings().depth, threads=2)
@@ -414,8 +417,12 @@ CLAIMS: dict[str, Claim] = {
     "tiermem.verify": Claim(
         "resume", "tests/checkpoint/test_engine_saves.py::test_verify_says_which_reads_are_compared", {"verify": "resume"}
     ),
+    "tiermem.sizes_are_least": Claim(
+        False, RUN + "test_small_numbers_are_least_where_memory_allows_more", {"sizes_are_least": False}
+    ),
     "tiermem.strict": Claim(
-        True, "tests/config/test_refused_keys.py::test_what_does_nothing_is_dropped_with_one_warning_unless_strict"
+        True, "tests/config/test_refused_keys.py::test_what_does_nothing_is_dropped_with_one_warning_unless_strict",
+        {"sizes_are_least": False},
     ),
     "tiermem.engine": Claim("threads", RUN + "test_engine_says_who_moves_the_blocks", with_io(engine="threads")),
     "tiermem.join_timeout_s": Claim(

@@ -13,7 +13,7 @@ from tiermem.policy import IoSettings
 
 
 def io_of(**aio: Any) -> IoSettings:
-    return load_config({"aio": aio}).policy().io
+    return load_config({"aio": aio, "tiermem": {"strict": True}}).policy().io
 
 
 def test_every_key_becomes_an_io_setting() -> None:
@@ -26,7 +26,7 @@ def test_every_key_becomes_an_io_setting() -> None:
                 "single_submit": True,
                 "overlap_events": False,
             },
-            "tiermem": {"engine": "aio"},
+            "tiermem": {"engine": "aio", "strict": True},
         }
     )
     expected = IoSettings("aio", 8192, depth=192, threads=3, single_submit=True, overlap_events=False)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.config import ConfigError, OwnConfig, load_config
-from tiermem.policy import OffloadPolicy, Tier
+from tiermem.policy import IoSettings, OffloadPolicy, Tier
 
 
 def policy_of(zero: dict[str, Any], **top: Any) -> OffloadPolicy:
@@ -24,12 +24,13 @@ def nvme(**keys: Any) -> dict[str, Any]:
 
 
 def test_empty_config_is_the_default_policy_of_stage_zero() -> None:
-    assert load_config({}).policy() == OffloadPolicy(stage=0, early_steps=True)
+    assert load_config({}).policy() == OffloadPolicy(stage=0, early_steps=True, sizes_are_least=True)
 
 
 def test_offload_without_counts_leaves_every_size_to_the_plan() -> None:
     policy = policy_of({"stage": 3, "offload_param": nvme(), "offload_optimizer": nvme()})
-    assert policy == OffloadPolicy(stage=3, params=Tier.NVME, optim=Tier.NVME, paths=["/a"], early_steps=True)
+    expected = OffloadPolicy(stage=3, params=Tier.NVME, optim=Tier.NVME, paths=["/a"])
+    assert policy == dataclasses.replace(expected, early_steps=True, sizes_are_least=True)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,8 @@ def test_size_that_is_set_goes_through(key: str, field: str) -> None:
     [("buffer_count", "unit_buffers"), ("buffer_size", "unit_numel"), ("max_in_cpu", "host_param_numel")],
 )
 def test_parameter_buffers_matter_on_nvme_alone(key: str, field: str) -> None:
-    assert getattr(policy_of({"stage": 3, "offload_param": nvme(**{key: 7})}), field) == 7
+    config = {"zero_optimization": {"stage": 3, "offload_param": nvme(**{key: 7})}, "tiermem": {"strict": True}}
+    assert getattr(load_config(config).policy(), field) == 7
     assert getattr(policy_of({"stage": 3, "offload_param": {"device": "cpu", key: 7}}), field) is None
 
 
@@ -85,30 +87,41 @@ def test_a_size_of_zero_is_planned(zero: dict[str, Any]) -> None:
     assert policy_of(zero) == policy_of(kept)
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"buffer_count": 4}, r"is 4, which is 4 // 4 = 1 tile buffers, .* takes 3 at once: nothing overlaps. Set 12"),
-        ({"buffer_count": 4, "pipeline_read": True, "pipeline_write": True}, "takes 3 at once: nothing overlaps"),
-        ({"buffer_count": 4, "pipeline_write": False}, "takes 2 at once: nothing overlaps. Set 8"),
-        ({"buffer_count": 8}, "takes 3 at once: reading and writing take turns"),
-    ],
-    ids=str,
-)
-def test_too_few_buffers_for_what_overlaps_are_told_with_numbers(keys: dict[str, Any], said: str) -> None:
-    with pytest.warns(UserWarning, match=said):
-        policy_of({"stage": 2, "offload_optimizer": nvme(**keys)})
+SMALL = {
+    "zero_optimization": {
+        "stage": 3,
+        "sub_group_size": 4096,
+        "offload_param": nvme(buffer_count=5, buffer_size=7),
+        "offload_optimizer": nvme(buffer_count=4),
+    },
+    "aio": {"block_size": 4096, "queue_depth": 4, "thread_count": 2},
+}
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [{"buffer_count": 12}, {"buffer_count": 4, "pipeline_read": False, "pipeline_write": False}, {}],
-    ids=str,
-)
-def test_enough_buffers_are_no_news(keys: dict[str, Any]) -> None:
+def test_small_numbers_are_least_and_that_is_told_in_one_line() -> None:
+    keys = "offload_param.buffer_count, .*offload_optimizer.buffer_count, .*sub_group_size, aio.block_size, aio.queue_depth"
+    with pytest.warns(UserWarning, match=f"{keys} are small: more is taken where memory allows") as told:
+        policy = load_config(SMALL).policy()
+    assert len(told) == 1
+    assert policy.sizes_are_least and policy.unit_numel is None
+    assert (policy.io.block_bytes, policy.io.depth) == (IoSettings.block_bytes, IoSettings.depth)
+
+
+@pytest.mark.parametrize("own", [{"strict": True}, {"sizes_are_least": False}])
+def test_small_numbers_stay_where_the_config_says_so(own: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        policy_of({"stage": 2, "offload_optimizer": nvme(**keys)})
+        policy = load_config({**SMALL, "tiermem": own}).policy()
+    assert not policy.sizes_are_least and policy.unit_numel == 7
+    assert (policy.io.block_bytes, policy.io.depth) == (4096, 8)
+
+
+def test_what_tune_has_measured_is_no_small_number() -> None:
+    aio = {"block_size": 1 << 19, "queue_depth": 8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy = load_config({"aio": aio, "tiermem": {"measured": {"date": "today"}}}).policy()
+    assert (policy.io.block_bytes, policy.io.depth) == (1 << 19, 8)
 
 
 @pytest.mark.parametrize("key", ["pipeline_read", "pipeline_write"])
@@ -202,7 +215,7 @@ def test_step_in_backward_excludes_skipping() -> None:
 
 def test_overrides_win_over_keys() -> None:
     config = load_config({"zero_optimization": {"stage": 3, "sub_group_size": 5}})
-    found = config.policy(tile_numel=9, host_bytes=100, early_steps=False)
+    found = config.policy(tile_numel=9, host_bytes=100, early_steps=False, sizes_are_least=False)
     assert found == OffloadPolicy(stage=3, tile_numel=9, host_bytes=100)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,11 @@ def test_plain_merge_serves_a_config_without_these_sections() -> None:
     assert load_config({**base, **TUNED}) == load_config(with_tuned(base, TUNED))
 
 
-def test_notes_never_act() -> None:
+def test_notes_act_on_nothing_but_whether_small_numbers_stand() -> None:
     without = {**TUNED, "tiermem": {key: value for key, value in TUNED["tiermem"].items() if key != "measured"}}
-    assert load_config(with_tuned(BASE, TUNED)).policy() == load_config(with_tuned(BASE, without)).policy()
+    tuned, other = (load_config(with_tuned(BASE, each)).policy() for each in (TUNED, without))
+    assert (tuned.io.depth, other.io.depth) == (16, IoSettings.depth)
+    assert tuned == dataclasses.replace(other, io=tuned.io)
     row = next(row for row in load_config(TUNED).report() if row.key == "tiermem.measured")
     assert row.how == "computed"
 

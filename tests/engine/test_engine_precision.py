@@ -29,7 +29,7 @@ def config(offload: str, folder: Path, **keys: Any) -> dict[str, Any]:
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "zero_optimization": zero,
-    } | keys
+    } | {**keys, "tiermem": {**keys.get("tiermem", {}), "strict": True}}
 
 
 def start(build: Any, cfg: dict[str, Any], **given: Any) -> tiermem.Engine:

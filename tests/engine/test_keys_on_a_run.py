@@ -347,14 +347,15 @@ def test_masters_are_loaded_or_made_from_the_weights_as_load_from_fp32_weights_s
 
 def test_parameter_buffers_on_nvme_are_as_many_as_buffer_count(tmp_path: Path) -> None:
     for count in (2, 4):
-        with engine_of(tmp_path, offloaded(tmp_path, {"buffer_count": count})) as engine:
+        with engine_of(tmp_path, offloaded(tmp_path, {"buffer_count": count}), tiermem={"strict": True}) as engine:
             assert engine.shards.plan.units.num == count
 
 
 def test_a_unit_larger_than_buffer_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unit"), engine_of(tmp_path, offloaded(tmp_path, {"buffer_size": 1000})):
+    zero, strict = offloaded(tmp_path, {"buffer_size": 1000}), {"strict": True}
+    with pytest.raises(ValueError, match="unit"), engine_of(tmp_path, zero, tiermem=strict):
         pass
-    with engine_of(tmp_path, offloaded(tmp_path, {"buffer_size": 100_000})) as engine:
+    with engine_of(tmp_path, offloaded(tmp_path, {"buffer_size": 100_000}), tiermem=strict) as engine:
         assert engine.shards.plan.units.slot_bytes <= 400_000
 
 
@@ -369,8 +370,28 @@ def test_max_in_cpu_keeps_parameters_off_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "tiles"), [(4, 1), (8, 2), (12, 3)])
 def test_four_optimizer_buffers_hold_one_tile(count: int, tiles: int, tmp_path: Path) -> None:
-    with engine_of(tmp_path, offloaded(tmp_path, buffer_count=count)) as engine:
+    with engine_of(tmp_path, offloaded(tmp_path, buffer_count=count), tiermem={"strict": True}) as engine:
         assert engine.shards.plan.tiles.num == tiles
+
+
+def test_small_numbers_are_least_where_memory_allows_more(tmp_path: Path) -> None:
+    """As DeepSpeed's own examples give them; what is trained is the same."""
+    zero = {**offloaded(tmp_path, {"buffer_count": 2}, buffer_count=4), "sub_group_size": 4096}
+    found, weights = [], []
+    with engine_of(tmp_path, offloaded(tmp_path, {"buffer_size": 1000})) as engine:
+        assert engine.shards.plan.units.slot_bytes > 4000
+    for own in ({}, {"host_bytes": 4_600_000}, {"sizes_are_least": False}):
+        with engine_of(tmp_path, zero, tiermem=own) as engine:
+            train(engine, 2)
+            plan = engine.shards.plan
+            found.append((plan.tiles.num, plan.units.num, plan.choice.tile_numel))
+            weights.append(weights_of(engine))
+    usual, small, least = found
+    assert usual == (8, 3, 1 << 20)
+    assert least == (1, 2, 4096)
+    assert all(each >= size for each, size in zip(small, least, strict=True)) and small < usual
+    for other in weights[1:]:
+        assert all(torch.equal(other[name], value) for name, value in weights[0].items())
 
 
 @pytest.mark.parametrize("key", ["pipeline_read", "pipeline_write"])
@@ -378,7 +399,7 @@ def test_a_pipeline_that_is_off_takes_fewer_buffers_and_ends_each_tile_first(key
     slots = []
     for is_on in (True, False):
         zero = {**offloaded(tmp_path, **{key: is_on}), "sub_group_size": 4096}
-        with engine_of(tmp_path, zero, tiermem={"resident_bytes": 0}) as engine:
+        with engine_of(tmp_path, zero, tiermem={"resident_bytes": 0, "strict": True}) as engine:
             train(engine, 2)
             slots.append(engine.shards.plan.tiles.num)
             events = [e for e in engine.shards.store.recorder.events if e.name.startswith("tile ")]
@@ -407,7 +428,7 @@ def test_states_on_nvme_rest_in_files_in_every_stage_that_shards_them(stage: int
 def test_sub_group_size_cuts_the_step_into_tiles(tmp_path: Path) -> None:
     tiles = []
     for numel in (1 << 20, 1024):
-        with engine_of(tmp_path, {**offloaded(tmp_path), "sub_group_size": numel}) as engine:
+        with engine_of(tmp_path, {**offloaded(tmp_path), "sub_group_size": numel}, tiermem={"strict": True}) as engine:
             train(engine)
             tiles.append(sum(event.lane == "compute" for event in engine.shards.store.recorder.events))
     assert tiles[1] > tiles[0]

@@ -72,6 +72,7 @@ def config_of(home: str, path: Path) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": OPTIMIZER},
         "zero_optimization": {**zero, "offload_param": place, "offload_optimizer": place},
+        "tiermem": {"strict": True},
     }
 
 

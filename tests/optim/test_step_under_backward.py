@@ -411,7 +411,7 @@ def test_an_engine_whose_loss_scale_overflows_and_grows_trains_the_same(
                 "stage": 3, "offload_param": nvme, "offload_optimizer": nvme, "sub_group_size": 4096,
                 "stage3_param_persistence_threshold": 100,
             },
-            "tiermem": {"overlap": overlap},
+            "tiermem": {"overlap": overlap, "strict": True},
         }  # fmt: skip
         engine, optim, *_ = tiermem.initialize(model=seeded(Tower), config=config)
         losses, scales, commits = list[float](), list[float](), counted(monkeypatch, engine.shards.program, "commit")
@@ -440,7 +440,7 @@ def engine_with(folder: Path, clipping: float, own: dict[str, Any], params: str 
             "stage": 3, "offload_param": homes[params], "offload_optimizer": homes["nvme"], "sub_group_size": 4096,
             "stage3_param_persistence_threshold": 100,
         },
-        "tiermem": own,
+        "tiermem": {**own, "strict": True},
     }  # fmt: skip
     return tiermem.initialize(model=seeded(Tower), config=config)[0]
 

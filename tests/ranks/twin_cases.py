@@ -84,7 +84,7 @@ def config_of(case: Case, nvme: Path) -> dict[str, Any]:
         "gradient_clipping": MAX_NORM,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
         "zero_optimization": zero,
-        "tiermem": {"timeout_s": 60} | ({"grads": "nvme"} if "gradients" in case.home else {}),
+        "tiermem": {"timeout_s": 60, "strict": True} | ({"grads": "nvme"} if "gradients" in case.home else {}),
     }
     if case.precision == "fp16":
         config["fp16"] = {"enabled": True, "loss_scale": LOSS_SCALE}

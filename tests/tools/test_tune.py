@@ -90,7 +90,7 @@ def test_the_aio_section_means_the_same_to_its_documented_reader(io: IoSettings)
     assert aio["queue_depth"] * aio.get("intra_op_parallelism", 1) == io.depth
     assert aio["block_size"] == io.block_bytes
     respelled = {("thread_count" if key == "intra_op_parallelism" else key): value for key, value in aio.items()}
-    assert load_config({"aio": respelled, "tiermem": {"engine": io.engine}}).policy().io == io
+    assert load_config({"aio": respelled, "tiermem": {"engine": io.engine, "strict": True}}).policy().io == io
 
 
 def test_a_run_writes_what_it_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.util
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -261,9 +260,10 @@ class OffloadParamConfig(_OffloadConfig):
     device: Annotated[OffloadDevice, Sets("params")] = OffloadDevice.none
     """Tier that the parameters rest on: none leaves them on the device, cpu is host memory, nvme is files."""
     buffer_count: Annotated[Count, Sets("unit_buffers", {0: None})] = 5
-    """Units of parameters present at once when they rest on NVMe; 0 as if not set."""
+    """Units of parameters present at once when they rest on NVMe, at least; 0 as if not set."""
     buffer_size: Annotated[Count, Sets("unit_numel", {0: None})] = 100_000_000
-    """Most elements of one unit when parameters rest on NVMe; a larger unit is refused. 0: as if not set."""
+    """Most elements of one unit when parameters rest on NVMe; with `tiermem.strict` a larger unit is refused. 0: as if not
+    set."""
     max_in_cpu: Annotated[Count, Sets("host_param_numel")] = 1_000_000_000
     """Elements of parameters that stay in host memory although their home is NVMe. Not set: 0."""
 
@@ -277,8 +277,8 @@ class OffloadOptimizerConfig(_OffloadConfig):
     device: Annotated[OffloadDevice, Sets("optim")] = OffloadDevice.none
     """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is files."""
     buffer_count: Annotated[Count, Sets("tile_buffers", {0: None})] = 4
-    """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in flight, 12 let reading,
-    stepping and writing overlap. 0: as if not set."""
+    """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in flight. At least so
+    many. 0: as if not set."""
     pipeline_read: Annotated[bool, Sets("pipeline_read")] = False
     """Read the next tile while this one is stepped. Not set: on."""
     pipeline_write: Annotated[bool, Sets("pipeline_write")] = False
@@ -302,17 +302,3 @@ class OffloadOptimizerConfig(_OffloadConfig):
                 f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or pipeline_write, "
                 f"{3 * STATES_PER_TILE} with both, or 0 to have it planned",
             )
-
-    @pydantic.model_validator(mode="after")
-    def _warn_of_too_few_buffers(self) -> OffloadOptimizerConfig:
-        tiles = self.buffer_count // STATES_PER_TILE
-        at_once = 1 + sum(getattr(self, key) or not self.is_set(key) for key in ("pipeline_read", "pipeline_write"))
-        if self.device is OffloadDevice.nvme and self.is_set("buffer_count") and 0 < tiles < at_once:
-            what = "nothing overlaps" if tiles == 1 else "reading and writing take turns"
-            warnings.warn(
-                f"{self.path_of('buffer_count')} is {self.buffer_count}, which is {self.buffer_count} // {STATES_PER_TILE} = "
-                f"{tiles} tile buffers, but what pipeline_read and pipeline_write ask for takes {at_once} at once: {what}. "
-                f"Set {at_once * STATES_PER_TILE}, or remove the key to have it planned",
-                stacklevel=2,
-            )
-        return self

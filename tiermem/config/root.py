@@ -269,6 +269,15 @@ class TiermemConfig(ConfigModel):
             warnings.warn(f"of the config, this does nothing here: {said}. tiermem.strict refuses it", stacklevel=2)
         return {k: v for k, v in raw.items() if k not in RECOGNISED or (k in asked and k not in inert)}
 
+    @pydantic.model_validator(mode="after")
+    def _say_what_is_least(self) -> TiermemConfig:
+        if keys := translate.least_keys(self, self.aio, self.tiermem):
+            said = (
+                "more is taken where memory allows, which is faster (tiermem.sizes_are_least: false keeps the numbers)"
+            )
+            warnings.warn(f"of the config, {', '.join(keys)} are small: {said}", stacklevel=2)
+        return self
+
     def get(self, key: str, default: Any = None) -> Any:
         """A top-level key's value as JSON holds it, as from a dict; tools that expect one call it."""
         return self.model_dump(mode="json").get(key, default)
@@ -312,7 +321,10 @@ class TiermemConfig(ConfigModel):
             "precision": precision_of(self),
             "leaves": LeafRules(*named, zero.module_granularity_threshold),
             "early_steps": True,
+            "sizes_are_least": own.takes_more,
         }
+        if own.takes_more:
+            fields.pop("unit_numel", None)
         if self.optimizer is not None:
             fields["num_moments"] = self.optimizer.params.num_moments
         if self._applies_anything:

@@ -43,6 +43,8 @@ _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 # keys that may differ between ranks: in sections, and at the top
 _OF_A_RANK = ("nvme_path", "pin_memory", "paths", "disk_bytes", "measured", "timeout_s", "join_timeout_s", "engine")
 _OF_A_RANK_AT_TOP = ("aio", "steps_per_print", "wall_clock_breakdown", "dump_state")
+_USUAL = {"buffer_count": 8, "sub_group_size": 1 << 20}
+"""Numbers that plans try first; with fewer a step is slower, and no result differs."""
 _SWITCHED = ("bf16", "torch_autocast")  # sections of which nothing acts while they are off
 _NO_PATH = (
     'is missing, but device is nvme; set it to a folder, such as "/mnt/nvme0", or to a list, or set tiermem.paths'
@@ -157,7 +159,26 @@ def _folders(paths: Sequence[PathConfig]) -> str:
 def io_of(aio: AioConfig, own: OwnConfig) -> IoSettings:
     """Builds the queue's settings; raises ValueError for a block size or depth that the queue does not take."""
     depth, threads = aio.depth or IoSettings.depth, aio.threads or 0
-    return IoSettings(own.engine, aio.block_size, depth, threads, aio.single_submit, aio.overlap_events)
+    given = IoSettings(own.engine, aio.block_size, depth, threads, aio.single_submit, aio.overlap_events)
+    if own.measured is not None or not own.takes_more:
+        return given
+    larger = max(given.block_bytes, IoSettings.block_bytes)
+    return dataclasses.replace(given, block_bytes=larger, depth=max(depth, IoSettings.depth))
+
+
+def least_keys(config: ConfigModel, aio: AioConfig, own: OwnConfig) -> list[str]:
+    """The keys with small numbers, of which more is taken where memory allows; unless the config says no."""
+    if not own.takes_more:
+        return []
+    fields, io, found = fields_of(config), io_of(aio, own), []
+    taken = {"block_size": io.block_bytes, "queue_depth": io.depth // (aio.threads or 1)}
+    for section, name, key, value in _leaves(config, ""):
+        usual = taken.get(name, 0) if section is aio else _USUAL.get(name, 0)
+        sets = _set_by(type(section), name)
+        given = value if sets is None else fields.get(sets.field)
+        if usual and section.is_set(name) and given is not None and given < usual:
+            found.append(key)
+    return found
 
 
 def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -> list[ReportRow]:

@@ -108,12 +108,21 @@ class OwnConfig(ConfigModel):
     """How files are read and written; auto takes the first that works."""
     strict: bool = False
     """Refuse sections and switches that do nothing here, such as monitors and profilers; false: drop them with a warning."""
+    sizes_are_least: bool = OffloadPolicy.sizes_are_least
+    """Small buffer_count, sub_group_size, block_size and queue_depth are least numbers: more is taken where memory allows,
+    which is faster; buffer_size refuses no unit. Not set: true, unless `strict`. Numbers that `tiermem tune` measured stand."""
+
     measured: dict[str, Any] | None = None
     """What `tiermem tune` noted beside its settings: machine, date, rates."""
     timeout_s: Annotated[Number, Field(gt=0.0)] = OffloadPolicy.timeout_s
     """Longest wait for another rank before the run stops with an error, in seconds."""
     join_timeout_s: Annotated[Number, Field(gt=0.0)] = OffloadPolicy.join_timeout_s
     """Longest wait for all ranks to start, in seconds, where the process group is made here; no more than timeout_s."""
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether small sizes are least sizes."""
+        return self.sizes_are_least if self.is_set("sizes_are_least") else not self.strict
 
 
 # ---- activation_checkpointing ------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from tiermem.swap.ranges import round_up, within
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.swap.tile_plan import TileWork
-from tiermem.zero.plan import USUAL_TILE_BUFFERS, USUAL_TILE_NUMELS
+from tiermem.zero.plan import USUAL_TILE_NUMELS, sizes_from, usual_tile_buffers
 from tiermem.zero.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
 from tiermem.zero.topology import paths_of_rank, ranks_per_node
 from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit
@@ -345,11 +345,9 @@ class _Planner:
             budget = policy.host_bytes // ranks_per_node() - taken_bytes
         has_buffers = policy.optim is Tier.NVME or self.is_moved
         whole = [max((unit.shard_numel for unit in self.units), default=UNIT_ALIGN)]
-        numels = USUAL_TILE_NUMELS if has_buffers else whole
-        num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
-        counts = [count >> num_off for count in USUAL_TILE_BUFFERS] if has_buffers else [0]
-        counts = [policy.tile_buffers] if policy.tile_buffers and has_buffers else counts
-        numels = [round_up(policy.tile_numel, UNIT_ALIGN)] if policy.tile_numel else numels
+        usual = USUAL_TILE_NUMELS if has_buffers else whole
+        numels = [round_up(numel, UNIT_ALIGN) for numel in sizes_from(policy, policy.tile_numel, usual)]
+        counts = sizes_from(policy, policy.tile_buffers, usual_tile_buffers(policy)) if has_buffers else [0]
         for count, numel in itertools.product(counts, numels):
             plan = self._try(numel, count, budget)
             if budget is None or plan.host_bytes <= budget:

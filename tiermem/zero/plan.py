@@ -201,6 +201,20 @@ class _Sheet:
         return sum(row.num_bytes for row in self.rows if row.tier is tier)
 
 
+def usual_tile_buffers(policy: OffloadPolicy) -> list[int]:
+    """The numbers of tiles in flight that a plan tries, best first."""
+    num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
+    return [count >> num_off for count in USUAL_TILE_BUFFERS]
+
+
+def sizes_from(policy: OffloadPolicy, given: int | None, usual: Sequence[int]) -> list[int]:
+    """The sizes that a plan tries, best first. given: by the user, which is the least where `sizes_are_least`."""
+    if given is None:
+        return list(usual)
+    larger = [size for size in usual if policy.sizes_are_least and size > given]
+    return [*larger, given]
+
+
 class Planner:
     """Plans one choice; lists the choices, best first."""
 
@@ -260,10 +274,9 @@ class Planner:
         """All choices, best first."""
         policy = self._policy
         aheads = [0] if policy.gather_way == "single" else [_USUAL_UNITS_AHEAD, 1]
-        counts = [policy.unit_buffers] if policy.unit_buffers else [self._most_at_once + ahead for ahead in aheads]
-        tiles = [policy.tile_numel] if policy.tile_numel else [self._largest] * self._is_all_there + USUAL_TILE_NUMELS
-        num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
-        buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in USUAL_TILE_BUFFERS]
+        counts = sizes_from(policy, policy.unit_buffers, [self._most_at_once + ahead for ahead in aheads])
+        tiles = sizes_from(policy, policy.tile_numel, [self._largest] * self._is_all_there + USUAL_TILE_NUMELS)
+        buffers = sizes_from(policy, policy.tile_buffers, usual_tile_buffers(policy))
         attempts = [True, False] if self._drafted else [True]
         found = [Choice(*fields) for fields in itertools.product(self._grad_homes, counts, buffers, tiles, attempts)]
         is_asked = policy.overlap == "backward"  # other things make room for it then
