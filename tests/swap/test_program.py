@@ -1043,9 +1043,10 @@ def test_a_called_tile_that_an_interrupt_has_left_is_ended(
             return False
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(TileProgram, name, interrupted)
-        program.run(names, Momentum(store, workers, called=names))
+        with pytest.raises(KeyboardInterrupt):
+            program.run(names, Momentum(store, workers, called=names))
     assert num_free(pool) == 2
     program.run(names, Momentum(store, workers, called=names))
     program.close()
