@@ -46,6 +46,7 @@ SAMPLED = 3
 """`make test` tries every third mutant and those that no other quick test sees, `make test-all` all of them."""
 ALWAYS = {
     "weights that are about to change are not noted",
+    "resident weights are overwritten while they are copied",
     "an input is copied to the device before the disk has read it",
     "a step does not wait until the tiles that are sent have come back",
 }
