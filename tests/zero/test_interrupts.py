@@ -280,3 +280,22 @@ def test_a_forward_in_a_second_thread_is_refused_and_the_first_unharmed(tmp_path
     aside.start()
     aside.join()
     assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 5))
+
+
+def test_a_backward_that_steps_and_was_left_is_told_at_every_entry(tmp_path: Path) -> None:
+    """Some of its units have made the step, others have not: before, their weights were read, and saved, without a word."""
+    run = Run(tmp_path, Tier.NVME, step_in_backward=True)
+    run.train(1)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = run.model[1].register_full_backward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run.backward()
+    handle.remove()
+    run.optim.zero_grad()
+    for act in (run.model.state_dict, run.optim.state_dict, run.optim.step, run.backward):
+        with pytest.raises(RuntimeError, match="a mixture of two steps"):
+            act()
+    run.shards.close()

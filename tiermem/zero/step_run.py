@@ -39,6 +39,7 @@ from tiermem.swap.native import NORMAL
 from tiermem.swap.program import Program
 from tiermem.swap.run_read import RunRead
 from tiermem.swap.tile_plan import TileWork
+from tiermem.zero import backward_marks as marks
 from tiermem.zero.plan import Plan
 
 logger = logging.getLogger("tiermem")
@@ -161,8 +162,8 @@ class StepRun:
                 self.is_torn, self._is_changing = True, False
 
     def check_whole(self) -> None:
-        """Raises RuntimeError if the model is torn."""
-        if self.is_torn and not self._is_changing:
+        """Raises RuntimeError if the model is torn, also by a backward that has stepped units and was left."""
+        if (self.is_torn and not self._is_changing) or (self.is_partial and not marks.in_backward()):
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
                 "checkpoint that is whole, or close it"
