@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from forks import forked
-from interrupts import LONGEST_S, SETTINGS, Run, arguments, open_files, says_torn, threads_left
+from interrupts import LONGEST_S, SETTINGS, Run, arguments, end_step, go_on, open_files, says_torn, threads_left
 from small_run import Small
 
 NUM_STEPS = 3
@@ -105,7 +105,7 @@ class StepsRun(Run):
     def train_all(self) -> None:
         """The steps of a cell."""
         for _ in range(NUM_STEPS):
-            self.train()
+            go_on(self)
 
 
 AnyRun = StepsRun | TrainerRun
@@ -159,10 +159,13 @@ def loop(kind: type[AnyRun], place: Path, setting: int, seed: int, count: int) -
         found[outcome := cell(run, chosen.uniform(0.0, longest_s))] += 1
         try:
             run.optim.zero_grad()
+            if run.setting.in_backward:
+                with contextlib.suppress(RuntimeError):
+                    end_step(run)
             at = states.get(run.digest())
             assert at is not None, f"cell {number}, {outcome}: the weights are of no step"
             for loss, digest in due[at:]:
-                made = run.train().hex(), run.digest()
+                made = go_on(run).hex(), run.digest()
                 assert made == (loss, digest), f"cell {number}, {outcome}: wrong bits after step {at}"
             found["right"] += 1
         except RuntimeError as error:
