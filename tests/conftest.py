@@ -26,6 +26,7 @@ from strips import cut_small_tiles
 _TORCH_THREADS = ("pt_autograd", "pt_", "OMP", "libgomp", "cuda")
 _LASTING_FILES = ("/dev/nvidia", "/dev/urandom", "/dev/null", "pipe:[hypothesis")
 _GRACE_S = 10.0  # a thread that has ended may stay that long on a machine that is overloaded
+_MOST_UNCOLLECTED_BYTES = 512 << 20  # which circles and tracebacks may hold
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -66,12 +67,23 @@ def nothing_leaks(request: pytest.FixtureRequest, warmed_up: None) -> Iterator[N
     tmp_path = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     before = _open_files(), _threads(), _live_stores()
     yield
+    if _resident_bytes() > request.config.stash.get(_MOST_BYTES, 0):
+        gc.collect()
+        request.config.stash[_MOST_BYTES] = _resident_bytes() + _MOST_UNCOLLECTED_BYTES
     deadline = time.monotonic() + _GRACE_S
     while leaks := _leaks(*before, tmp_path):
         gc.collect()
         if time.monotonic() > deadline:
             pytest.fail("left behind: " + "; ".join(leaks))
         time.sleep(0.005)
+
+
+_MOST_BYTES = pytest.StashKey[int]()
+"""Resident bytes above which the next test ends with a collection."""
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _leaks(files: dict[str, str], threads: dict[int, str], stores: set[int], tmp_path: Path | None) -> list[str]:
