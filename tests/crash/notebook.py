@@ -27,6 +27,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,9 @@ def trainer(place: Path, job: Path, after_s: float | None = None) -> tuple[int, 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(place)
         with (place / "channel").open("wb") as channel:
-            return trainer.main([str(job), "--channel", str(channel.fileno())])
+            status = trainer.main([str(job), "--channel", str(channel.fileno())])
+        weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as an interpreter does that ends
+        return status
 
     pid = forked(be, place / "printed")
     if after_s is not None:

@@ -153,14 +153,14 @@ class Shards:
                 self._end_watch = weakref.finalize(self, self.topology.watch.close)
             self.plan = take_disk(self.plan, policy, self.store, self.topology)
             self._build(self.plan.division)
+            trim_heap()  # returns freed memory of the build
+            self._log_start()
         except BaseException:
             self.store.close()
             if workers is not None:
                 workers.close()
             self._end_watch()
             raise
-        trim_heap()  # returns freed memory of the build
-        self._log_start()
 
     def __enter__(self) -> Shards:
         return self
