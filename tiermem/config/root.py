@@ -272,10 +272,8 @@ class TiermemConfig(ConfigModel):
     @pydantic.model_validator(mode="after")
     def _say_what_is_least(self) -> TiermemConfig:
         if keys := translate.least_keys(self, self.aio, self.tiermem):
-            said = (
-                "more is taken where memory allows, which is faster (tiermem.sizes_are_least: false keeps the numbers)"
-            )
-            warnings.warn(f"of the config, {', '.join(keys)} are small: {said}", stacklevel=2)
+            said = f"{', '.join(keys)}; tiermem.sizes_are_least: false keeps them"
+            warnings.warn(f"more than these small numbers is taken where memory allows: {said}", stacklevel=2)
         return self
 
     def get(self, key: str, default: Any = None) -> Any:
