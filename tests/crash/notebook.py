@@ -218,6 +218,7 @@ def trainer(place: Path, job: Path, after_s: float | None = None) -> tuple[int, 
         os.chdir(place)
         with (place / "channel").open("wb") as channel:
             status = trainer.main([str(job), "--channel", str(channel.fileno())])
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it has said how it ended
         weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as an interpreter does that ends
         return status
 
