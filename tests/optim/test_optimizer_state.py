@@ -206,6 +206,21 @@ def test_a_state_cleared_right_after_a_checkpoint_was_opened_is_cleared(tmp_path
         assert {int(entry["step"]) for entry in optim.state.values()} == {1}
 
 
+def test_a_state_written_right_before_a_checkpoint_is_opened_is_replaced(tmp_path: Path) -> None:
+    losses = []
+    for change in (None, assign_zeros):
+        model = seeded(zoo.Tower)
+        with tiermem.shard(model, OffloadPolicy(persistence_numel=50)) as shards:
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            train_steps(model, optim, range(3))
+            checkpoint.save(shards, optim, tmp_path / str(change), "a", copy=True)
+            if change is not None:
+                change(optim)
+            checkpoint.load(shards, optim, tmp_path / str(change))
+            losses.append(train_steps(model, optim, [3, 4]))
+    assert losses[0] == losses[1]
+
+
 def test_a_getter_sees_what_was_cleared() -> None:
     model = seeded(zoo.Tower)
     with tiermem.shard(model, OffloadPolicy(persistence_numel=50)):

@@ -95,7 +95,6 @@ class _Shown:
         self.tensors = {STEP: step, **{name: ShownState(home, shard, name) for name in rule.moments}}
         self._step = step.numpy()  # the same memory: a step looks at that of each parameter
         self._num_steps = 0
-        self.entry: MutableMapping[str, Any] | None = None  # in which `state` shows the tensors
 
     def count(self, num_steps: int) -> None:
         """Sets the number of steps."""
@@ -131,11 +130,11 @@ class ShownStates:
     def outdated(self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest]) -> Iterator[AtRest]:
         """Sets the numbers of steps. Yields the parameters whose states are not shown yet, or no more."""
         for shard, home in at_rest:
-            shown = self._shown.get(shard)
-            if shown is None or shown.entry is not state.get(shard.param) or not (shard.num_steps or shard.has_moments):
-                yield shard, home
-            else:
+            shown, has_states = self._shown.get(shard), shard.num_steps or shard.has_moments
+            if shown is not None and has_states and shown.is_in(state.get(shard.param)):
                 shown.count(shard.num_steps)
+            else:
+                yield shard, home
 
     def show(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Makes `state` show a parameter's states as they are; nothing of one that has none."""
@@ -148,8 +147,7 @@ class ShownStates:
         if shown is None or shown.moments != rule.moments:
             shown = self._shown[shard] = _Shown(home, shard, rule)
         shown.count(shard.num_steps)
-        shown.entry = state.setdefault(param, {})
-        shown.entry.update(shown.tensors)
+        state.setdefault(param, {}).update(shown.tensors)
 
     def follow(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Takes over what the user has made of a parameter's entry. Blocks; raises ValueError for another shape, OSError."""
