@@ -302,12 +302,14 @@ class Pool:
 
     def give_back(self, slot: Slot) -> None:
         """Takes a slot back; `take` returns the most recently used slot first."""
-        if any(free.offset == slot.offset for free in self._free):
-            raise RuntimeError(f"the slot at {slot.offset} is in the pool already: it was given back twice")
-        self._free.append(slot)
+        self.give_back_all([slot])
 
     def give_back_all(self, slots: list[Slot]) -> None:
         """Takes back the slots of a list, which is empty then. An interrupt leaves none outside both."""
+        held = {free.offset for free in self._free}
+        for slot in slots:
+            if slot.offset in held:
+                raise RuntimeError(f"the slot at {slot.offset} is in the pool already: it was given back twice")
         _move_all(slots, self._free)
 
     def reset(self) -> None:

@@ -87,7 +87,7 @@ class Program(Generic[T]):
         self._helper: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
         self._brought: threading.Thread | None = None  # serves the run under way
         self._left: dict[concurrent.futures.Future[None], int] = {}  # work on tiles of that run, in other threads
-        self._taken: Taken | None = None  # by a caller of `next`, until `done`
+        self._taken = Taken()  # by a caller of `next`, until `done`
         self._reading = threading.RLock()  # held while a read begins, perhaps in another thread, and while a run ends
         self.num_native = 0  # tiles so far whose work was native steps
         self.num_called = 0  # those for which `compute` was called
@@ -131,7 +131,7 @@ class Program(Generic[T]):
         """
         with self._reading:
             if (native := self._native) is not None:
-                if self._taken is not None and self._taken.is_mine:
+                if self._taken.is_mine:
                     native.give_up(self._taken.tile[0])
                 for future, index in list(self._left.items()):
                     if future.cancel():  # its thread has not begun, or was not told to
@@ -146,7 +146,8 @@ class Program(Generic[T]):
             if self._brought is not None:
                 self._brought.join()  # it has ended with the run
             concurrent.futures.wait(self._left)
-            self._running = self._tentative = self._brought = self._taken = None
+            self._running = self._tentative = self._brought = None
+            self._taken = Taken()
             self._left.clear()
             self._begun.clear()
             self._give_slots_back()
@@ -340,7 +341,7 @@ class Program(Generic[T]):
             while not self._call_next(running, SLICE_S):
                 pass
         except BaseException:
-            if not running.is_native or (self._taken is not None and self._taken.is_mine):
+            if not running.is_native or self._taken.is_mine:
                 self.drop()
             raise
         if not running.is_awaited:
@@ -455,7 +456,7 @@ class Program(Generic[T]):
             if (rest := self._begin_work(running, index, buffer)) is not None:
                 future = concurrent.futures.Future[None]()
                 self._left[future] = index
-                self._taken = None  # from here on `drop` ends what the thread does not
+                self._taken = Taken()  # from here on `drop` ends what the thread does not
                 is_left = True
                 self._help().submit(self._end_later, running, index, rest, future)
             has_failed = False
@@ -465,7 +466,7 @@ class Program(Generic[T]):
         finally:
             if not is_left:
                 program.done(index, has_failed)
-                self._taken = None
+                self._taken = Taken()
         return False
 
     def _begin_work(self, running: Running[T], index: int, buffer: int) -> Callable[[], object] | None:
