@@ -53,6 +53,17 @@ Divisor = Annotated[
 Seconds = Annotated[float, Range("it must be more than 0", math.ulp(0.0))]
 
 
+# Sizes that a plan tries where the policy has none, best first; with smaller ones a step is slower, and no result differs.
+USUAL_TILE_NUMELS = [1 << 20 >> i for i in range(5)]
+USUAL_UNITS_AHEAD = 2
+
+
+def usual_tile_buffers(pipeline_read: bool, pipeline_write: bool) -> list[int]:
+    """Two for reads and two for writes keep a disk busy; more bridge its pauses."""
+    num_off = int(not pipeline_read) + int(not pipeline_write)
+    return [count >> num_off for count in (8, 4)]
+
+
 class CombinedError(ValueError):
     """Several problems of one value: for each a field or key, empty for the whole, and a sentence."""
 

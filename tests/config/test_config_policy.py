@@ -91,7 +91,7 @@ SMALL = {
     "zero_optimization": {
         "stage": 3,
         "sub_group_size": 4096,
-        "offload_param": nvme(buffer_count=5, buffer_size=7),
+        "offload_param": nvme(buffer_count=2, buffer_size=7),
         "offload_optimizer": nvme(buffer_count=4),
     },
     "aio": {"block_size": 4096, "queue_depth": 4, "thread_count": 2},
@@ -105,6 +105,16 @@ def test_small_numbers_are_least_and_that_is_told_in_one_line() -> None:
     assert len(told) == 1
     assert policy.sizes_are_least and policy.unit_numel is None
     assert (policy.io.block_bytes, policy.io.depth) == (IoSettings.block_bytes, IoSettings.depth)
+
+
+def test_numbers_that_are_usual_are_no_news() -> None:
+    """Five units are more than a plan takes by itself; without pipelines four tiles are all that it takes."""
+    optim = nvme(buffer_count=16, pipeline_read=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy_of(
+            {"stage": 3, "offload_param": nvme(buffer_count=5), "offload_optimizer": optim, "sub_group_size": 1 << 20}
+        )
 
 
 @pytest.mark.parametrize("own", [{"strict": True}, {"sizes_are_least": False}])

@@ -35,7 +35,15 @@ from tiermem.config.io import (
 )
 from tiermem.config.keys import COMPUTED, PLANNED
 from tiermem.config.zero import OwnConfig, ZeroConfig
-from tiermem.policy import IoSettings, NvmePath, OffloadPolicy, Tier
+from tiermem.policy import (
+    USUAL_TILE_NUMELS,
+    USUAL_UNITS_AHEAD,
+    IoSettings,
+    NvmePath,
+    OffloadPolicy,
+    Tier,
+    usual_tile_buffers,
+)
 
 _POLICY_FIELDS = {field.name for field in dataclasses.fields(OffloadPolicy)}
 _TIERS = ("params", "optim", "grads", "activations")  # fields
@@ -43,8 +51,6 @@ _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 # keys that may differ between ranks: in sections, and at the top
 _OF_A_RANK = ("nvme_path", "pin_memory", "paths", "disk_bytes", "measured", "timeout_s", "join_timeout_s", "engine")
 _OF_A_RANK_AT_TOP = ("aio", "steps_per_print", "wall_clock_breakdown", "dump_state")
-_USUAL = {"buffer_count": 8, "sub_group_size": 1 << 20}
-"""Numbers that plans try first; with fewer a step is slower, and no result differs."""
 _SWITCHED = ("bf16", "torch_autocast")  # sections of which nothing acts while they are off
 _NO_PATH = (
     'is missing, but device is nvme; set it to a folder, such as "/mnt/nvme0", or to a list, or set tiermem.paths'
@@ -171,12 +177,18 @@ def least_keys(config: ConfigModel, aio: AioConfig, own: OwnConfig) -> list[str]
     if not own.takes_more:
         return []
     fields, io, found = fields_of(config), io_of(aio, own), []
-    taken = {"block_size": io.block_bytes, "queue_depth": io.depth // (aio.threads or 1)}
+    pipelines = fields.get("pipeline_read", True), fields.get("pipeline_write", True)
+    usual = {
+        "tile_buffers": usual_tile_buffers(*pipelines)[0],
+        "tile_numel": USUAL_TILE_NUMELS[0],
+        "unit_buffers": 1 + USUAL_UNITS_AHEAD,
+        "block_size": io.block_bytes,
+        "queue_depth": io.depth // (aio.threads or 1),
+    }
     for section, name, key, value in _leaves(config, ""):
-        usual = taken.get(name, 0) if section is aio else _USUAL.get(name, 0)
         sets = _set_by(type(section), name)
-        given = value if sets is None else fields.get(sets.field)
-        if usual and section.is_set(name) and given is not None and given < usual:
+        what, given = (name, value) if sets is None else (sets.field, fields.get(sets.field))
+        if section.is_set(name) and given is not None and what in usual and given < usual[what]:
             found.append(key)
     return found
 

@@ -25,7 +25,7 @@ from tiermem.optim.local import as_placed, first_element, local_of
 from tiermem.optim.ordinary import STEP, State, check_gradient, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Rule, step_parts
 from tiermem.optim.tile import StateTile, stepped_ranges, tile_runs
-from tiermem.policy import OffloadPolicy, Tier
+from tiermem.policy import USUAL_TILE_NUMELS, OffloadPolicy, Tier, usual_tile_buffers
 from tiermem.swap.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.arena import BudgetError, Pool, Slot
 from tiermem.swap.checksum import Range
@@ -36,7 +36,7 @@ from tiermem.swap.ranges import round_up, within
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.swap.tile_plan import TileWork
-from tiermem.zero.plan import USUAL_TILE_NUMELS, sizes_from, usual_tile_buffers
+from tiermem.zero.plan import sizes_from
 from tiermem.zero.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
 from tiermem.zero.topology import paths_of_rank, ranks_per_node
 from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit
@@ -347,7 +347,8 @@ class _Planner:
         whole = [max((unit.shard_numel for unit in self.units), default=UNIT_ALIGN)]
         usual = USUAL_TILE_NUMELS if has_buffers else whole
         numels = [round_up(numel, UNIT_ALIGN) for numel in sizes_from(policy, policy.tile_numel, usual)]
-        counts = sizes_from(policy, policy.tile_buffers, usual_tile_buffers(policy)) if has_buffers else [0]
+        usual = usual_tile_buffers(policy.pipeline_read, policy.pipeline_write)
+        counts = sizes_from(policy, policy.tile_buffers, usual) if has_buffers else [0]
         for count, numel in itertools.product(counts, numels):
             plan = self._try(numel, count, budget)
             if budget is None or plan.host_bytes <= budget:

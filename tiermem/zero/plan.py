@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tiermem.policy import OffloadPolicy, Tier
+from tiermem.policy import USUAL_TILE_NUMELS, USUAL_UNITS_AHEAD, OffloadPolicy, Tier, usual_tile_buffers
 from tiermem.swap.native import NORM_BLOCK
 from tiermem.swap.ranges import round_up, within
 from tiermem.swap.torch_step import step_scratch_bytes, sum_scratch_bytes
@@ -29,9 +29,6 @@ from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
-USUAL_TILE_NUMELS = [1 << 20 >> i for i in range(5)]
-USUAL_TILE_BUFFERS = (8, 4)  # two for reads and two for writes keep a disk busy; more bridge its pauses
-_USUAL_UNITS_AHEAD = 2
 _USUAL_GRAD_BUFFERS = 2
 _LINK_BUFFERS = 2
 """One is filled by the accelerator while the other one's gradients are stored."""
@@ -201,12 +198,6 @@ class _Sheet:
         return sum(row.num_bytes for row in self.rows if row.tier is tier)
 
 
-def usual_tile_buffers(policy: OffloadPolicy) -> list[int]:
-    """The numbers of tiles in flight that a plan tries, best first."""
-    num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
-    return [count >> num_off for count in USUAL_TILE_BUFFERS]
-
-
 def sizes_from(policy: OffloadPolicy, given: int | None, usual: Sequence[int]) -> list[int]:
     """The sizes that a plan tries, best first. given: by the user, which is the least where `sizes_are_least`."""
     if given is None:
@@ -273,10 +264,12 @@ class Planner:
     def choices(self) -> list[Choice]:
         """All choices, best first."""
         policy = self._policy
-        aheads = [0] if policy.gather_way == "single" else [_USUAL_UNITS_AHEAD, 1]
+        aheads = [0] if policy.gather_way == "single" else [USUAL_UNITS_AHEAD, 1]
         counts = sizes_from(policy, policy.unit_buffers, [self._most_at_once + ahead for ahead in aheads])
         tiles = sizes_from(policy, policy.tile_numel, [self._largest] * self._is_all_there + USUAL_TILE_NUMELS)
-        buffers = sizes_from(policy, policy.tile_buffers, usual_tile_buffers(policy))
+        buffers = sizes_from(
+            policy, policy.tile_buffers, usual_tile_buffers(policy.pipeline_read, policy.pipeline_write)
+        )
         attempts = [True, False] if self._drafted else [True]
         found = [Choice(*fields) for fields in itertools.product(self._grad_homes, counts, buffers, tiles, attempts)]
         is_asked = policy.overlap == "backward"  # other things make room for it then

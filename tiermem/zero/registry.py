@@ -47,7 +47,7 @@ def set_gathered(param: nn.Parameter, is_gathered: bool) -> None:
 
 def is_gathered(param: nn.Parameter) -> bool:
     """Whether a GatheredParameters context holds a parameter's values."""
-    return len(_gathered) > 0 and param in _gathered
+    return has_gathered() and param in _gathered
 
 
 def has_gathered() -> bool:
