@@ -276,6 +276,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             for shard, home in self._shown.outdated(self.state, self._at_rest()):
                 if found := self._find_rule(shard.param):
                     self._shown.show(self.state, shard, home, found[1])
+            self._shown.note(self.state)
 
     def _at_rest(self) -> Iterator[AtRest]:
         """The parameters whose states rest elsewhere."""

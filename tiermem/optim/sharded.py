@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
-from tiermem.optim.rules import AnyStep, Rule
+from tiermem.optim.rules import AnyStep, Group, Rule
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tile_work import RuleOf
 from tiermem.optim.tiles import FindRule, PlannedStep, StateTiles
@@ -48,9 +48,10 @@ class ShardedModel:
         self.tiles = StateTiles(shards, find_rule)
         shards.homes.store.call_on_reuse(shards.program.forget)
         self._planned: PlannedStep | None = None
+        self._ruled: dict[Shard, tuple[Group, Rule] | None] = {}  # found in the step under way
         self._tentative: TentativeStep | None = None
         if shards.policy.wanted_overlap(shards.plan.states, is_accelerator(shards.device)) == "backward":
-            self._tentative = TentativeStep(shards, self.tiles, self._step_of)
+            self._tentative = TentativeStep(shards, self.tiles, self._attempted_step)
             shards.homes.call_on_arrival(self._tentative.receive)
         begin = self.tiles.begin if self._tentative is None else self._tentative.begin_backward
         shards.attach_states(self.tiles, None if shards.policy.step_in_backward else begin)
@@ -76,6 +77,7 @@ class ShardedModel:
         Raises ValueError for scaling and clipping with `step_in_backward`, RuntimeError for gradients dropped after their use.
         """
         shards = self._shards
+        self._ruled.clear()
         shards.check_may_change(is_step=True)
         shards.steps.check_loaded()
         trainable = [live for live in shards.units if live.unit.is_trainable]
@@ -177,6 +179,7 @@ class ShardedModel:
         shards.end_gathers([live])
         shards.prefetcher.outdate(live)
         with shards.steps.changing_all():
+            self._ruled.clear()
             self._count_steps(live)
             self.tiles.step(self._next_steps(1.0 / shards.homes.divisor), live, grads)
             shards.steps.is_partial = True  # until the backward ends
@@ -193,10 +196,16 @@ class ShardedModel:
         self._shards.prefetcher.empty()
         self._planned = self.tiles.plan(self._next_steps(self._factor(scale), num_ahead=1))
 
+    def _rule_of(self, shard: Shard) -> tuple[Group, Rule] | None:
+        """The group and the rule of a parameter, which stay the same in a step."""
+        if shard not in self._ruled:
+            self._ruled[shard] = self._find_rule(shard.param)
+        return self._ruled[shard]
+
     def _count_steps(self, live: LiveUnit) -> None:
         """Counts this step for every parameter that has a gradient and a rule."""
         for shard in live.unit.shards:
-            if shard.gradient.is_there and self._find_rule(shard.param) is not None:
+            if shard.gradient.is_there and self._rule_of(shard) is not None:
                 shard.count_step()
 
     def _next_steps(self, factor: float, num_ahead: int = 0) -> RuleOf:
@@ -204,29 +213,35 @@ class ShardedModel:
         made: dict[Hashable, AnyStep] = {}
 
         def next_step(shard: Shard) -> AnyStep | None:
-            is_there = shard.gradient.is_there
-            return self._step_of(shard, factor, shard.num_steps + num_ahead, made) if is_there else None
+            if not shard.gradient.is_there or (found := self._rule_of(shard)) is None:
+                return None
+            return _step_of(shard, *found, factor, shard.num_steps + num_ahead, made)
 
         return next_step
 
-    def _step_of(
-        self, shard: Shard, factor: float, num_steps: int, made: dict[Hashable, AnyStep] | None = None
+    def _attempted_step(
+        self, shard: Shard, factor: float, num_steps: int, made: dict[Hashable, AnyStep]
     ) -> AnyStep | None:
-        """The step of a parameter that has a gradient, of that number. made: earlier ones, shared in a group."""
-        if (found := self._find_rule(shard.param)) is None:
-            return None
-        group, rule = found
-        factor *= shard.gradient.factor
-        like = id(group), rule, num_steps, factor, rule.is_matrix and shard.shape
-        if made is None or (step := made.get(like)) is None:
-            step = rule.scalars(group, num_steps, factor, shard.shape)
-        return step if made is None else made.setdefault(like, step)
+        """The step of a parameter that has a gradient, of that number; before its step. made: earlier ones."""
+        found = self._find_rule(shard.param)
+        return None if found is None else _step_of(shard, *found, factor, num_steps, made)
 
     def _regather(self, trainable: list[LiveUnit]) -> None:
         for live in trainable:
             if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
                 self._shards.values.regather(live.unit, live.shard, live.memory)
             live.note_step()
+
+
+def _step_of(
+    shard: Shard, group: Group, rule: Rule, factor: float, num_steps: int, made: dict[Hashable, AnyStep]
+) -> AnyStep:
+    """The step of a parameter that has a gradient, of that number. made: earlier ones, shared in a group."""
+    factor *= shard.gradient.factor
+    like = id(group), rule, num_steps, factor, rule.is_matrix and shard.shape
+    if (step := made.get(like)) is None:
+        step = made[like] = rule.scalars(group, num_steps, factor, shard.shape)
+    return step
 
 
 def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tiermem.optim.ordinary import STEP, num_steps_of, value_of
@@ -93,16 +95,16 @@ class _Shown:
         self.moments = rule.moments
         step = torch.tensor(0.0)
         self.tensors = {STEP: step, **{name: ShownState(home, shard, name) for name in rule.moments}}
-        self._step = step.numpy()  # the same memory: a step looks at that of each parameter
-        self._num_steps = 0
+        self.step: np.ndarray = step.numpy()  # the same memory: a step looks at that of each parameter
+        self.num_steps = 0  # that `step` was set to
 
     def count(self, num_steps: int) -> None:
         """Sets the number of steps."""
-        self._step[()] = self._num_steps = num_steps
+        self.step[()] = self.num_steps = num_steps
 
     def is_in(self, entry: Mapping[str, Any] | None) -> bool:
         """Whether an entry holds these tensors, and the step is as it was set."""
-        if not entry or self._step.item() != self._num_steps:
+        if not entry or self.step.item() != self.num_steps:
             return False
         return all(map(operator.is_, map(entry.get, self.tensors), self.tensors.values()))
 
@@ -113,15 +115,24 @@ class ShownStates:
     def __init__(self) -> None:
         self._shown: dict[Shard, _Shown] = {}
         self._moments: Sequence[Sequence[str]] = ()  # of each group
+        self._contents: list[int] = []  # of `state` when it was last as it is shown
 
     def use_moments(self, moments: Sequence[Sequence[str]]) -> None:
         """Shows everything anew where a group's moments have other names than before."""
         if moments != self._moments:
             self._shown.clear()
+            self._contents.clear()
             self._moments = moments
+
+    def note(self, state: Mapping[Any, Any]) -> None:
+        """Remembers the contents of `state`, which shows everything as it is."""
+        if not self._contents:
+            self._contents = _contents_of(state)
 
     def changed(self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest]) -> Iterator[AtRest]:
         """The parameters whose entries are not as they were shown."""
+        if self._has_shown(state):
+            return
         for shard, home in at_rest:
             entry, shown = state.get(shard.param), self._shown.get(shard)
             if entry if shown is None else not shown.is_in(entry):
@@ -129,12 +140,26 @@ class ShownStates:
 
     def outdated(self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest]) -> Iterator[AtRest]:
         """Sets the numbers of steps. Yields the parameters whose states are not shown yet, or no more."""
-        for shard, home in at_rest:
-            shown, has_states = self._shown.get(shard), shard.num_steps or shard.has_moments
-            if shown is not None and has_states and shown.is_in(state.get(shard.param)):
+        homes = dict(at_rest)
+        has_states = [shard for shard in homes if shard.num_steps or shard.has_moments]
+        if self._has_shown(state) and has_states == list(self._shown):
+            for shard, shown in self._shown.items():
                 shown.count(shard.num_steps)
+            return
+        self._contents.clear()
+        for shard, home in homes.items():
+            known = self._shown.get(shard)
+            if known is not None and (shard.num_steps or shard.has_moments) and known.is_in(state.get(shard.param)):
+                known.count(shard.num_steps)
             else:
                 yield shard, home
+
+    def _has_shown(self, state: Mapping[Any, Any]) -> bool:
+        """Whether `state` is as it was noted."""
+        if not self._contents or self._contents != _contents_of(state):
+            return False
+        steps = map(np.ndarray.item, [shown.step for shown in self._shown.values()])
+        return [*steps] == [shown.num_steps for shown in self._shown.values()]
 
     def show(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Makes `state` show a parameter's states as they are; nothing of one that has none."""
@@ -159,3 +184,14 @@ class ShownStates:
             home.write_state(shard, name, value_of(entry, name, param, shard.name) if entry else None)
         shard.set_steps(num_steps_of(entry, rule), bool(entry), False)
         self.show(state, shard, home, rule)
+
+
+def _contents_of(state: Mapping[Any, Any]) -> list[int]:
+    """The parameters, and the values of their entries in order: their addresses, since no tensor is compared so fast.
+
+    Values that were shown stay alive, so that no other has their address. Empty: an entry is no dict.
+    """
+    try:
+        return [*map(id, state), *map(id, chain.from_iterable(map(dict.values, state.values())))]
+    except TypeError:
+        return []
