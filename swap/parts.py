@@ -77,6 +77,7 @@ class StepRule(NamedTuple):
     initial: float = 0.0
     maximize: bool = False
     nesterov: bool = False
+    moments: tuple[str, ...] = ()  # those that are kept, under torch's keys; no kernel looks at them
 
 
 class Dither(NamedTuple):

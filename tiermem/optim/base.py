@@ -221,7 +221,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._step_sharded(shards, scale, max_norm)
         if not self.was_skipped:
             self._step_ordinary(ordinary, scale * num_undivided, max_norm)
-        self.show_state()
+        self.show_state(has_followed=True)
         for shards in self._sharded:
             shards.after_step(self)
         return loss
@@ -268,12 +268,12 @@ class NativeOptimizer(torch.optim.Optimizer):
                 if found := self._find_rule(shard.param):
                     self._shown.follow(self.state, shard, home, found[1])
 
-    def show_state(self) -> None:
-        """Makes `state` show states that rest elsewhere as they are."""
+    def show_state(self, has_followed: bool = False) -> None:
+        """Makes `state` show states that rest elsewhere as they are. has_followed: it is as `follow_state` has left it."""
         with torch._C.DisableTorchFunctionSubclass():
             groups = [group for group in self.param_groups if group["params"]]
             self._shown.use_moments([self.rule_of(group, group["params"][0]).moments for group in groups])
-            for shard, home in self._shown.outdated(self.state, self._at_rest()):
+            for shard, home in self._shown.outdated(self.state, self._at_rest(), has_followed):
                 if found := self._find_rule(shard.param):
                     self._shown.show(self.state, shard, home, found[1])
             self._shown.note(self.state)

@@ -182,7 +182,8 @@ class Rule:
 
         shape: the parameter's shape; used by rules for whole matrices.
         """
-        return self.make_scalars(self.code, group, num_steps, factor, shape)
+        step = self.make_scalars(self.code, group, num_steps, factor, shape)
+        return step._replace(moments=self.moments) if isinstance(step, StepRule) else step
 
 
 @functools.cache

@@ -126,23 +126,29 @@ class ShownStates:
 
     def note(self, state: Mapping[Any, Any]) -> None:
         """Remembers the contents of `state`, which shows everything as it is."""
-        if not self._contents:
-            self._contents = _contents_of(state)
+        self._contents = self._contents or _contents_of(state)
 
     def changed(self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest]) -> Iterator[AtRest]:
         """The parameters whose entries are not as they were shown."""
         if self._has_shown(state):
             return
+        self._contents.clear()
         for shard, home in at_rest:
             entry, shown = state.get(shard.param), self._shown.get(shard)
             if entry if shown is None else not shown.is_in(entry):
                 yield shard, home
 
-    def outdated(self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest]) -> Iterator[AtRest]:
-        """Sets the numbers of steps. Yields the parameters whose states are not shown yet, or no more."""
+    def outdated(
+        self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest], has_followed: bool
+    ) -> Iterator[AtRest]:
+        """Sets the numbers of steps. Yields the parameters whose states are not shown yet, or no more.
+
+        has_followed: nobody has changed `state` since `changed` looked at it.
+        """
         homes = dict(at_rest)
         has_states = [shard for shard in homes if shard.num_steps or shard.has_moments]
-        if self._has_shown(state) and has_states == list(self._shown):
+        is_noted = self._contents and (has_followed or self._has_shown(state))
+        if is_noted and has_states == list(self._shown):
             for shard, shown in self._shown.items():
                 shown.count(shard.num_steps)
             return
@@ -156,10 +162,9 @@ class ShownStates:
 
     def _has_shown(self, state: Mapping[Any, Any]) -> bool:
         """Whether `state` is as it was noted."""
-        if not self._contents or self._contents != _contents_of(state):
-            return False
         steps = map(np.ndarray.item, [shown.step for shown in self._shown.values()])
-        return [*steps] == [shown.num_steps for shown in self._shown.values()]
+        counts = [shown.num_steps for shown in self._shown.values()]
+        return bool(self._contents) and self._contents == _contents_of(state) and [*steps] == counts
 
     def show(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Makes `state` show a parameter's states as they are; nothing of one that has none."""

@@ -250,7 +250,7 @@ class TilePass:
         """The native steps of a tile: those of the step before, with new scalars, if nothing else has changed."""
         assert act.kept is not None
         addresses = self._addresses(tile, slot)
-        kinds = [act.kind(part.shard, self._moments_of) for part in tile.ranges]
+        kinds = [act.kind(part.shard) for part in tile.ranges]
         kept = act.kept.get(tile)
         if kept is None or kept.addresses != addresses or kept.kinds != kinds:
             if (steps := self._new_steps(tile, slot, act)) is not None:

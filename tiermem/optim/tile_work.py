@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
-from tiermem.optim.tile import MomentsOf, Tile
+from tiermem.optim.tile import Tile
 from tiermem.swap.native import Workers, narrow_part, step_scalars, widen_part
 from tiermem.swap.parts import Dither, Moment, StepParts, StepRule
 from tiermem.swap.tile_plan import KernelStep, NativeStep
@@ -127,14 +127,14 @@ class Stepping:
         """Whether moments are not read: it is the parameter's first step. Its tile may have been stepped before."""
         return shard.num_steps + self._ahead == 1 and not shard.has_moments
 
-    def kind(self, shard: Shard, moments_of: MomentsOf) -> Hashable:
+    def kind(self, shard: Shard) -> Hashable:
         """What a parameter's step depends on beside places, scalars and counts; None: the parameter is not stepped."""
         if shard in self._kinds:
             return self._kinds[shard]
         rule: AnyStep | None = self._rule_of(shard)
         kind: Hashable = None
         if isinstance(rule, StepRule):
-            kind = rule.name, rule.maximize, rule.nesterov, moments_of(shard), self._starts(shard)
+            kind = rule.name, rule.maximize, rule.nesterov, rule.moments, self._starts(shard)
         elif rule is not None:
             kind = MatrixStep
         self._kinds[shard] = kind
