@@ -95,7 +95,7 @@ class _Shown:
         self.moments = rule.moments
         step = torch.tensor(0.0)
         self.tensors = {STEP: step, **{name: ShownState(home, shard, name) for name in rule.moments}}
-        self.step: np.ndarray = step.numpy()  # the same memory: a step looks at that of each parameter
+        self.step = step.numpy()  # the same memory: a step looks at that of each parameter
         self.num_steps = 0  # that `step` was set to
 
     def count(self, num_steps: int) -> None:
@@ -121,7 +121,6 @@ class ShownStates:
         """Shows everything anew where a group's moments have other names than before."""
         if moments != self._moments:
             self._shown.clear()
-            self._contents.clear()
             self._moments = moments
 
     def note(self, state: Mapping[Any, Any]) -> None:
@@ -164,7 +163,7 @@ class ShownStates:
         """Whether `state` is as it was noted."""
         steps = map(np.ndarray.item, [shown.step for shown in self._shown.values()])
         counts = [shown.num_steps for shown in self._shown.values()]
-        return bool(self._contents) and self._contents == _contents_of(state) and [*steps] == counts
+        return self._contents == _contents_of(state) != [] and [*steps] == counts
 
     def show(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Makes `state` show a parameter's states as they are; nothing of one that has none."""
