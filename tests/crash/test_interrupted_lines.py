@@ -53,7 +53,9 @@ def test_no_interrupt_leaves_a_run_that_is_silently_wrong(setting: int, tmp_path
     seed = os.environ.get("TIERMEM_SOAK_SEED", "1")
     words = ("--settings", str(setting), "--seconds", "170", "--seed", seed)
     found = totals_of("interrupts.py", tmp_path, *words, name=f"interrupts-{setting}-seed-{seed}")
-    assert found["cases"] > (1000 if setting < 12 else 50)  # two ranks wait for each other
+    assert found["cases"] > (
+        300 if setting < 12 else 30
+    )  # two ranks wait for each other; the machine may have other work
 
 
 @pytest.mark.soak
