@@ -523,12 +523,12 @@ int tm_program_report(tm_program *program, tm_tile_times *times, uint64_t n, tm_
     Lock lock(program->mutex);
     *failure = program->failure;
     if (!times)
-        return 0;
+        return (int)program->tiles.size();
     if (program->phase == TM_PHASE_RUN)
         return -EBUSY;
     if (n != program->tiles.size())
         return -EINVAL;
     for (uint64_t i = 0; i < n; ++i)
         times[i] = program->tiles[i].times;
-    return 0;
+    return (int)n;
 }

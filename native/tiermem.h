@@ -573,7 +573,7 @@ int tm_program_quiet(tm_program *program);
 int tm_program_stop(tm_program *program);
 
 /* Copies what became of the n tiles that the last run was given, and its failure. -EBUSY while it runs, unless `times`
- * is NULL: then *failure alone is copied. */
+ * is NULL: then *failure alone is copied. Returns the number of these tiles. */
 int tm_program_report(tm_program *program, tm_tile_times *times, uint64_t n, tm_failure *failure);
 
 /* Stops, and ends the thread. -EPIPE in a fork, where nothing is touched. */

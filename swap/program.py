@@ -88,6 +88,8 @@ class Program(Generic[T]):
         self._brought: threading.Thread | None = None  # serves the run under way
         self._left: dict[concurrent.futures.Future[None], int] = {}  # work on tiles of that run, in other threads
         self._taken = Taken()  # by a caller of `next`, until `done`
+        self._attempting = concurrent.futures.Future[bool]()  # the last `attempt`, in another thread
+        self._attempting.cancel()
         self._reading = threading.RLock()  # held while a read begins, perhaps in another thread, and while a run ends
         self.num_native = 0  # tiles so far whose work was native steps
         self.num_called = 0  # those for which `compute` was called
@@ -109,6 +111,7 @@ class Program(Generic[T]):
         Does nothing if it has been done already. A caller that changes these tiles at home must call `drop`; the run then reads
         them again. Raises OSError.
         """
+        self._end_attempt()
         if self._begun or self._running is not None or self._tentative is not None:
             return
         try:
@@ -129,6 +132,10 @@ class Program(Generic[T]):
         All tiles of a tentative run are old. Blocks for transfers in flight; never raises OSError. An interrupt leaves the rest
         to the next call.
         """
+        self._end_attempt()
+        self._drop()
+
+    def _drop(self) -> None:
         with self._reading:
             if (native := self._native) is not None:
                 if self._taken.is_mine:
@@ -188,6 +195,7 @@ class Program(Generic[T]):
         Raises RuntimeError when the pool has no free buffer, what `work` raises, NoSlotError and OSError as a write does. Then
         the run has been ended early.
         """
+        self._end_attempt()
         is_all_begun = {id(tile) for tile in self.begun} <= {id(tile) for tile in tiles}
         if flags & ONE_READ or self._tentative is not None or self._running is not None or not is_all_begun:
             self.drop()
@@ -215,29 +223,38 @@ class Program(Generic[T]):
         total: the number of tiles of the run that it may become. Raises what `work` raises, NoSlotError and OSError as a write
         does; then nothing is given. False: the run has failed, or another one is under way.
         """
+        self._end_attempt()
         if self._running is not None:
             return False
-        # The C library gives each thread its own part of the heap: plans would fill the holes that gradients leave here.
-        attempting = self._help().submit(self._attempt, tiles, work, total, lane)
+        self._attempting = concurrent.futures.Future[bool]()
         try:
-            return attempting.result()
+            # The C library gives each thread its own part of the heap: plans would fill the holes that gradients leave here.
+            self._help().submit(_fulfil, self._attempting, functools.partial(self._attempt, tiles, work, total, lane))
+            return self._attempting.result()
         finally:
-            concurrent.futures.wait([attempting])  # also after an interrupt
+            self._end_attempt()  # also after an interrupt
+
+    def _end_attempt(self) -> None:
+        """Waits for an attempt that its caller has left at an interrupt; one whose thread has not begun never does."""
+        if not self._attempting.cancel():
+            concurrent.futures.wait([self._attempting])
 
     @property
     def attempted(self) -> list[T]:
         """The tiles of the tentative run, in order."""
-        return [] if self._tentative is None else [each.tile for each in self._tentative.planned]
+        self._end_attempt()
+        return [] if self._tentative is None else [each.tile for each in self._given(self._tentative)]
 
     def commit(self, tiles: Sequence[T], work: TileWork[T]) -> None:
         """Makes the tentative run the run of these tiles: adds those that it does not have. `finish` ends it, in any case.
 
         work: does with its tiles what they were given for, to the bit. Raises as `start`.
         """
+        self._end_attempt()
         running, self._tentative = self._tentative, None
         assert running is not None
         running.take_on(work)
-        self._running, given = running, {id(each.tile) for each in running.planned}
+        self._running, given = running, {id(each.tile) for each in self._given(running)}
         try:
             self._add(running, self._plan([tile for tile in tiles if id(tile) not in given], work))
             self._serve_aside(running)
@@ -377,7 +394,7 @@ class Program(Generic[T]):
         """`attempt`, in the program's thread."""
         is_first = self._tentative is None
         if is_first:
-            self.drop()
+            self._drop()
             self._take_slots()
         try:
             self._store.plans.check_writable()
@@ -388,12 +405,12 @@ class Program(Generic[T]):
                 self._tentative = Running([], work, lane, False)
         except BaseException:
             if is_first:
-                self.drop()
+                self._drop()
             raise
         if self._tentative is None:
             self._give_slots_back()
             return True
-        num_given = len(self._tentative.planned)
+        num_given = len(self._given(self._tentative))
         is_given = self._give(self._tentative, plans, [total - num_given * (not each.is_brought) for each in plans])
         self._serve_aside(self._tentative)
         return is_given and not self.has_failed
@@ -408,14 +425,16 @@ class Program(Generic[T]):
 
     def _give(self, running: Running[T], plans: Sequence[TilePlan[T]], turns: Sequence[int]) -> bool:
         """Adds tiles to a run, which may be brought before this returns. False: it has failed, and does not have them."""
-        is_given = False
         running.add(plans)
-        try:
-            is_given = self._program().add([each.native for each in plans], turns)
-        finally:
-            if not is_given:
-                running.remove(plans)
+        is_given = self._program().add([each.native for each in plans], turns)
+        if not is_given:
+            self._given(running)
         return is_given
+
+    def _given(self, running: Running[T]) -> Sequence[TilePlan[T]]:
+        """The tiles of a run that native code was given. An interrupt may have left others behind them, which are removed."""
+        running.trim(self._program().num_tiles)
+        return running.planned
 
     def _help(self) -> concurrent.futures.ThreadPoolExecutor:
         """Threads of the program, for what is not to be done in its caller's: one plans while the other brings."""
@@ -573,7 +592,7 @@ class Program(Generic[T]):
 
         failed: the tile whose write failed, -1: none did; None: the run was tentative, and its writes are dropped.
         """
-        planned, times = running.planned, program.times(len(running.planned))
+        planned, times = self._given(running), program.times()
         for index in np.flatnonzero(times["is_writing"]).tolist():
             if failed is None:
                 self.dropped_bytes += int(times["written_bytes"][index])
@@ -607,3 +626,13 @@ class Program(Generic[T]):
     def _give_slots_back(self) -> None:
         if self._pool is not None:
             self._pool.give_back_all(self._slots)
+
+
+def _fulfil(future: concurrent.futures.Future[bool], act: Callable[[], bool]) -> None:
+    """Sets the result of a future, unless it was cancelled before."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(act())
+    except BaseException as error:
+        future.set_exception(error)

@@ -72,32 +72,31 @@ class Running(Generic[T]):
         self.is_cut = True
 
     def __post_init__(self) -> None:
-        self._num_called = self._num_brought = 0
-        self._count(self.planned, 1)
+        self._has_called = self._has_brought = False
+        self._look_at(self.planned)
 
     def add(self, plans: Sequence[TilePlan[T]]) -> None:
         """Adds tiles behind the others."""
+        self._look_at(plans)
         self.planned.extend(plans)
-        self._count(plans, 1)
 
-    def remove(self, plans: Sequence[TilePlan[T]]) -> None:
-        """Removes the last tiles, which the native program has refused."""
-        del self.planned[len(self.planned) - len(plans) :]
-        self._count(plans, -1)
+    def trim(self, num_given: int) -> None:
+        """Removes the tiles behind those that the native program was given: it refused them, or an interrupt came before."""
+        del self.planned[num_given:]
 
-    def _count(self, plans: Sequence[TilePlan[T]], each: int) -> None:
-        self._num_called += each * sum(not plan.is_native for plan in plans)
-        self._num_brought += each * sum(plan.is_brought for plan in plans)
+    def _look_at(self, plans: Sequence[TilePlan[T]]) -> None:
+        self._has_called |= any(not plan.is_native for plan in plans)
+        self._has_brought |= any(plan.is_brought for plan in plans)
 
     @property
     def is_native(self) -> bool:
         """Whether no tile needs its caller."""
-        return not self._num_called
+        return not self._has_called
 
     @property
     def is_brought(self) -> bool:
         """Whether tiles need bytes from elsewhere than disk, and nothing else of the caller."""
-        return not self._num_called and self._num_brought > 0
+        return self._has_brought and not self._has_called
 
     def take_on(self, work: TileWork[T]) -> None:
         """Makes a tentative run the run of this work, which is that of its tiles."""

@@ -251,8 +251,14 @@ class TileProgram:
         check(lib.tm_program_report(self.handle, ffi.NULL, 0, failure), "reading a program's failure")
         return Failure(*(getattr(failure, name) for name in Failure._fields)) if failure.error else None
 
-    def times(self, num_tiles: int) -> TileTimes:
+    @property
+    def num_tiles(self) -> int:
+        """The tiles that the run has been given."""
+        return check(lib.tm_program_report(self.handle, ffi.NULL, 0, ffi.new("tm_failure *")), "counting a run's tiles")
+
+    def times(self) -> TileTimes:
         """What became of each tile of the run, which has ended."""
+        num_tiles = self.num_tiles
         times, failure = ffi.new("tm_tile_times[]", num_tiles), ffi.new("tm_failure *")
         check(lib.tm_program_report(self.handle, times, num_tiles, failure), "reading a program's report")
         return np.frombuffer(ffi.buffer(times), _TILE_TIMES)

@@ -116,7 +116,7 @@ struct Run {
     tm_failure report(std::vector<tm_tile_times> *times = nullptr) {
         std::vector<tm_tile_times> own(tiles.size());
         tm_failure failure;
-        CHECK_EQUAL(tm_program_report(world->program, own.data(), own.size(), &failure), 0);
+        CHECK_EQUAL(tm_program_report(world->program, own.data(), own.size(), &failure), (int)own.size());
         if (times)
             *times = own;
         return failure;
@@ -540,7 +540,7 @@ static void test_a_flipped_bit_ends_the_run(bool has_weights_outside) {
         CHECK_EQUAL(pwrite(world.file.fd, buffer.data, num_bytes, 0), num_bytes);
         CHECK_EQUAL(tm_program_run(world.program, buffers, 1, num_bytes, &tile, 1, 1, TM_NORMAL, 0), 0);
         CHECK_EQUAL(tm_program_wait(world.program, -1, 1, -1), !flipped.empty());
-        CHECK_EQUAL(tm_program_report(world.program, &times, 1, &failure), 0);
+        CHECK_EQUAL(tm_program_report(world.program, &times, 1, &failure), 1);
         std::vector<char> bytes(buffer.data, buffer.data + num_bytes);
         CHECK_EQUAL(pread(world.file.fd, buffer.data, num_bytes, 0), num_bytes);
         CHECK_EQUAL(memcmp(bytes.data(), buffer.data, num_bytes) == 0, !flipped.empty());
@@ -664,7 +664,7 @@ static void test_callers_on_many_threads() {
                     CHECK(is_taken == 0 || is_taken == 1);
                     CHECK_EQUAL(tm_program_wait(world.program, unit, unit % 2, -1), 0);
                     CHECK_EQUAL(tm_program_take(world.program, 2 * unit, nullptr), 0);
-                    CHECK_EQUAL(tm_program_report(world.program, nullptr, 0, &failure), 0);
+                    CHECK(tm_program_report(world.program, nullptr, 0, &failure) >= 0);
                 }
             });
         for (std::thread &thread : threads)

@@ -162,7 +162,7 @@ struct World {
     tm_failure report(std::vector<tm_tile_times> *times) {
         tm_failure failure;
         times->resize(num_tiles);
-        CHECK_EQUAL(tm_program_report(program, times->data(), num_tiles, &failure), 0);
+        CHECK_EQUAL(tm_program_report(program, times->data(), num_tiles, &failure), (int)num_tiles);
         return failure;
     }
     std::vector<char> get(uint32_t tile) {

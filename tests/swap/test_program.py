@@ -376,7 +376,8 @@ def test_no_python_runs_between_the_read_and_the_write_of_a_native_tile(
     sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
     program.finish()
     waits = {"finish", "_program", "_call_next", "__init__", "next", "handle", "check_process", "check"}
-    ends = {"has_failed", "failure", "end", "drop", "is_mine", "ended", "add", "<lambda>"}
+    ends = {"has_failed", "failure", "end", "drop", "_drop", "is_mine", "ended", "add", "<lambda>"}
+    ends |= {"_end_attempt", "cancel", "__enter__", "__exit__"}  # of the last attempt's future
     assert set(seen) <= waits | ends, seen
     assert len(seen) < 100  # calls that wait for the end, of a tenth of a second each
     check(store, names, [2] * 20, workers)
