@@ -150,7 +150,7 @@ def _import_everything() -> None:
     # The first optimizer of a process imports it, which takes a second.
     import torch._dynamo  # noqa: F401
 
-    # Before there is a group, which it would hold: zero/joining.py.
+    # Before there is a group, which it would hold: ranks/joining.py.
     import tiermem.engine
     import tiermem.optim  # noqa: F401
 

@@ -24,7 +24,7 @@ import fork_server
 import torch
 import torch.distributed as dist
 
-# Before there is a group, which it would hold: zero/joining.py.
+# Before there is a group, which it would hold: ranks/joining.py.
 import torch.distributed.nn.functional
 from forks import forked, free_port
 from strips import cut_small_tiles

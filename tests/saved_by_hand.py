@@ -32,7 +32,7 @@ from tiermem.checkpoint.format.manifest import (
     part_name,
 )
 from tiermem.checkpoint.saving.publish import write_latest
-from tiermem.swap.checksum import crc32c
+from tiermem.swap.store.checksum import crc32c
 
 
 def states_of(pieces: Iterable[Piece]) -> tuple[PartState, ...]:

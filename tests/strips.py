@@ -1,6 +1,6 @@
 """Strips of a size that cuts the small tiles of tests too."""
 
-import tiermem.zero.state_layout
+import tiermem.units.state_layout
 
 NUMEL = 2048
 """Elements of a strip: a page of 16-bit weights."""
@@ -8,4 +8,4 @@ NUMEL = 2048
 
 def cut_small_tiles() -> None:
     """From now on this process steps tiles in such strips."""
-    tiermem.zero.state_layout.STRIP_NUMEL = NUMEL
+    tiermem.units.state_layout.STRIP_NUMEL = NUMEL

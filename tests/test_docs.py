@@ -157,8 +157,8 @@ def test_messages_are_those_of_the_program() -> None:
 
 
 def test_every_exception_has_a_row() -> None:
-    from tiermem.swap.errors import CorruptionError
-    from tiermem.zero.failures import RankLost
+    from tiermem.ranks.failures import RankLost
+    from tiermem.swap.base.errors import CorruptionError
 
     assert {CorruptionError.__name__, RankLost.__name__} <= set(MESSAGES)
 

@@ -17,9 +17,9 @@ from test_floors import ROOT, read_modules
 from tiermem.checkpoint.opening.verified import DamagedState
 from tiermem.config.base import ConfigError, Problem
 from tiermem.policy import CombinedError
-from tiermem.swap.errors import CorruptionError, DamagedEntry, Place
-from tiermem.swap.native import READ, TransferError
-from tiermem.swap.ranges import FileRange
+from tiermem.swap.base.errors import CorruptionError, DamagedEntry, Place
+from tiermem.swap.base.native import READ, TransferError
+from tiermem.swap.base.ranges import FileRange
 
 MADE: dict[type[Exception], list[Any]] = {
     CombinedError: [[("a", "is wrong"), ("b", "too")]],

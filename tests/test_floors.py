@@ -1,9 +1,9 @@
 """Do imports go down only? Reads the source of every floor, runs none of it.
 
-    tools (3) -> tiermem (2) -> swap (1) -> _tiermem_native (0, through swap/native.py alone)
+    tools (3) -> tiermem (2) -> swap (1) -> _tiermem_native (0, through swap/base/native.py alone)
 
 Rules that hold beside that: no circle, packages and files import only what comes before them in the docstring of their package,
-the floors are imported as parts of `tiermem`, the library does not print, swap/accelerator.py alone names a kind of
+the floors are imported as parts of `tiermem`, the library does not print, swap/memory/accelerator.py alone names a kind of
 accelerator, and every module says what it is.
 
 An import counts wherever it is written: in a function, under TYPE_CHECKING, as a string given to `importlib.import_module`. A
@@ -26,7 +26,21 @@ KINDS = {"cuda", "xpu", "mps", "mtia", "hpu", "npu", "privateuse1", "sim"}
 ORDERED = (
     "tiermem",
     "tiermem.swap",
+    "tiermem.swap.base",
+    "tiermem.swap.memory",
+    "tiermem.swap.kernels",
+    "tiermem.swap.disk",
+    "tiermem.swap.store",
+    "tiermem.swap.program",
     "tiermem.config",
+    "tiermem.ranks",
+    "tiermem.units",
+    "tiermem.wires",
+    "tiermem.plans",
+    "tiermem.weights",
+    "tiermem.gradients",
+    "tiermem.run",
+    "tiermem.layers",
     "tiermem.zero",
     "tiermem.optim",
     "tiermem.checkpoint",
@@ -44,7 +58,7 @@ _NAME_IN_LIST = re.compile(r"(?:^|  )([a-z]\w*)/?(?=  |$)", re.MULTILINE)
 
 
 class Module(NamedTuple):
-    name: str  # dotted, as imported: tiermem.swap.store
+    name: str  # dotted, as imported: tiermem.swap.store.store
     path: Path
     tree: ast.Module
 
@@ -131,8 +145,8 @@ def find_upward_imports(modules: dict[str, Module]) -> list[str]:
             top = target.split(".")[0]
             if top in ("swap", "tools"):
                 found.append(f"{where}import {target}: say tiermem.{target}")
-            elif top == "_tiermem_native" and module.name != "tiermem.swap.native":
-                found.append(f"{where}only swap/native.py imports _tiermem_native")
+            elif top == "_tiermem_native" and module.name != "tiermem.swap.base.native":
+                found.append(f"{where}only swap/base/native.py imports _tiermem_native")
             elif top == "tiermem" and floor_of(target) > floor_of(module.name):
                 found.append(f"{where}{module.name} imports {target}, a higher floor")
     return found
@@ -259,11 +273,13 @@ def find_prints(modules: dict[str, Module]) -> list[str]:
 def find_kinds(modules: dict[str, Module]) -> list[str]:
     """Returns where a kind of accelerator is named: `torch.cuda`, an import of it, a call or comparison with "cuda".
 
-    swap/accelerator.py may; config/io.py may compare; tools/bench/peers/peer_*.py are programs without tiermem.
+    swap/memory/accelerator.py may; config/io.py may compare; tools/bench/peers/peer_*.py are programs without tiermem.
     """
     found = []
     for module in modules.values():
-        if module.name == "tiermem.swap.accelerator" or module.name.startswith("tiermem.tools.bench.peers.peer_"):
+        if module.name == "tiermem.swap.memory.accelerator" or module.name.startswith(
+            "tiermem.tools.bench.peers.peer_"
+        ):
             continue
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom | ast.Call | ast.Compare):
@@ -271,7 +287,7 @@ def find_kinds(modules: dict[str, Module]) -> list[str]:
             if isinstance(node, ast.Compare) and module.name == "tiermem.config.io":
                 continue
             if kinds := sorted(KINDS & set(kinds_in(node))):
-                found.append(f"{module.path}:{node.lineno}: {', '.join(kinds)}: ask swap/accelerator.py")
+                found.append(f"{module.path}:{node.lineno}: {', '.join(kinds)}: ask swap/memory/accelerator.py")
     return found
 
 
@@ -369,18 +385,20 @@ BAD = {
 def write_tree(root: Path) -> None:
     """A good source tree in small."""
     files = {
-        "swap/__init__.py": listed("native", "accelerator", "tier", "arena", "store"),
-        "swap/native.py": "import _tiermem_native",
+        "swap/__init__.py": listed("base", "memory", "tier", "arena", "store"),
+        "swap/base/__init__.py": listed("native"),
+        "swap/base/native.py": "import _tiermem_native",
+        "swap/memory/__init__.py": listed("accelerator"),
+        "swap/memory/accelerator.py": "import torch\ntorch.cuda.synchronize()",
         "swap/tier.py": "",
         "swap/arena.py": "from tiermem.swap.tier import Tier",
-        "swap/store.py": "from tiermem.swap import arena, native",
+        "swap/store.py": "from tiermem.swap import arena\nfrom tiermem.swap.base import native",
         "tiermem/__init__.py": listed("swap", "policy", "config", "zero", "engine", "tools")
         + "def __getattr__(name):\n    from tiermem.engine import Engine",
         "tiermem/policy.py": "",
         "tiermem/zero/__init__.py": listed("unit"),
-        "tiermem/zero/unit.py": "from tiermem import policy",
+        "tiermem/units/unit.py": "from tiermem import policy",
         "tiermem/engine.py": "from tiermem.zero import unit\nfrom tiermem import policy",
-        "swap/accelerator.py": "import torch\ntorch.cuda.synchronize()",
         "tiermem/config/__init__.py": listed("io"),
         "tiermem/config/io.py": "def f(device):\n    return device.type == 'cuda'",
         "tools/__init__.py": "",

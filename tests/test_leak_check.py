@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.swap.native import IoSettings, Queue
-from tiermem.swap.store import TensorStore
+from tiermem.swap.base.native import IoSettings, Queue
+from tiermem.swap.store.store import TensorStore
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def test_every_public_name_is_described() -> None:
 
 
 def test_a_name_that_nothing_describes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("tiermem.swap.queue.PathStats.used_bytes", "tiermem.swap.queue.Figures.limits_s")
+    names = ("tiermem.swap.disk.queue.PathStats.used_bytes", "tiermem.swap.disk.queue.Figures.limits_s")
     monkeypatch.setattr(site_pages, "written_names", lambda: names)
     assert site_pages.without_docstring() == [names[0]]
 

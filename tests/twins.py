@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Before there is a group, which it would hold: zero/joining.py.
+# Before there is a group, which it would hold: ranks/joining.py.
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn import functional as F

@@ -9,15 +9,24 @@ Start at `shard` for plain PyTorch, or at `initialize` and `zero.Init` with a De
     policy        OffloadPolicy: where states rest and how they move
     schedule      learning-rate schedules
     config/       JSON to one frozen OffloadPolicy
-    zero/         units, partitioning, gradients
+    ranks/        groups of ranks, their collectives, and how one that is gone is found
+    units/        how parameters, gradients and states lie, in elements
+    wires/        parts of units on their way between ranks
+    plans/        bytes of every tier, before anything is allocated
+    weights/      what a parameter shows, where its unit rests, when it is fetched
+    gradients/    from autograd to the tier where they rest until the step
+    run/          hooks around modules; the sharded model
+    layers/       layers and a loss that take less memory
     optim/        optimizer states, tile by tile
-    weights       safetensors files in and out of models
+    weights_io    safetensors files in and out of models
     averages      EMA, a moving average of weights that rests on a tier
     checkpoint/   durable steps
     forecast/     bytes and seconds of a step before it runs
     state_access  one parameter's value, gradient and states on any tier
     engine/       initialize, backward, step
     integrations/  Hugging Face, Lightning, answers to DeepSpeed's names
+    compat/       functions under the names of the reference system
+    zero/         the names of its partitioner
     as_deepspeed  runs a script that imports deepspeed
     utils/        the names of the reference system's `utils`
     tools/        the `tiermem` command
@@ -45,6 +54,7 @@ if TYPE_CHECKING:
     from tiermem.integrations.as_deepspeed import add_config_arguments as add_config_arguments
     from tiermem.integrations.as_deepspeed import as_deepspeed as as_deepspeed
     from tiermem.integrations.models import from_pretrained as from_pretrained
+    from tiermem.layers.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from tiermem.optim.classes import SGD as SGD
     from tiermem.optim.classes import Adagrad as Adagrad
     from tiermem.optim.classes import Adam as Adam
@@ -55,14 +65,13 @@ if TYPE_CHECKING:
     from tiermem.policy import NvmePath as NvmePath
     from tiermem.policy import OffloadPolicy as OffloadPolicy
     from tiermem.precision import Precision as Precision
-    from tiermem.swap.errors import CorruptionError as CorruptionError
-    from tiermem.swap.store import TensorStore as TensorStore
-    from tiermem.swap.tier import Tier as Tier
-    from tiermem.weights import export_weights as export_weights
-    from tiermem.weights import load_safetensors as load_safetensors
-    from tiermem.zero.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
-    from tiermem.zero.joining import init_distributed as init_distributed
-    from tiermem.zero.shards import Shards as Shards
+    from tiermem.ranks.joining import init_distributed as init_distributed
+    from tiermem.run.shards import Shards as Shards
+    from tiermem.swap.base.errors import CorruptionError as CorruptionError
+    from tiermem.swap.base.tier import Tier as Tier
+    from tiermem.swap.store.store import TensorStore as TensorStore
+    from tiermem.weights_io import export_weights as export_weights
+    from tiermem.weights_io import load_safetensors as load_safetensors
 
 _HOMES = {
     "EMA": "tiermem.averages",
@@ -70,7 +79,7 @@ _HOMES = {
     "Adagrad": "tiermem.optim.classes",
     "Adam": "tiermem.optim.classes",
     "AdamW": "tiermem.optim.classes",
-    "CorruptionError": "tiermem.swap.errors",
+    "CorruptionError": "tiermem.swap.base.errors",
     "Engine": "tiermem.engine",
     "IoSettings": "tiermem.policy",
     "Lion": "tiermem.optim.classes",
@@ -78,17 +87,17 @@ _HOMES = {
     "NvmePath": "tiermem.policy",
     "OffloadPolicy": "tiermem.policy",
     "Precision": "tiermem.precision",
-    "Shards": "tiermem.zero.shards",
-    "TensorStore": "tiermem.swap.store",
-    "Tier": "tiermem.swap.tier",
+    "Shards": "tiermem.run.shards",
+    "TensorStore": "tiermem.swap.store.store",
+    "Tier": "tiermem.swap.base.tier",
     "add_config_arguments": "tiermem.integrations.as_deepspeed",
     "as_deepspeed": "tiermem.integrations.as_deepspeed",
-    "chunked_cross_entropy": "tiermem.zero.chunked_loss",
-    "export_weights": "tiermem.weights",
+    "chunked_cross_entropy": "tiermem.layers.chunked_loss",
+    "export_weights": "tiermem.weights_io",
     "from_pretrained": "tiermem.integrations.models",
-    "init_distributed": "tiermem.zero.joining",
+    "init_distributed": "tiermem.ranks.joining",
     "initialize": "tiermem.engine",
-    "load_safetensors": "tiermem.weights",
+    "load_safetensors": "tiermem.weights_io",
     "shard": "tiermem.engine.sharding",
     "with_tuned": "tiermem.config.load",
 }

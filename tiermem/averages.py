@@ -20,17 +20,17 @@ from torch import nn
 
 from tiermem.optim.local import as_placed, local_of, part_of
 from tiermem.policy import NvmePath
-from tiermem.swap.arena import Pool, Slot
-from tiermem.swap.checksum import Range
-from tiermem.swap.paths import AnyPath
-from tiermem.swap.program import Program
-from tiermem.swap.ranges import round_up
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import ALIGNMENT, Tier
-from tiermem.swap.tile_plan import TileWork
-from tiermem.zero import registry
-from tiermem.zero.shards import Shards
-from tiermem.zero.topology import paths_of_rank
+from tiermem.ranks.topology import paths_of_rank
+from tiermem.run.shards import Shards
+from tiermem.swap.base.ranges import round_up
+from tiermem.swap.base.tier import ALIGNMENT, Tier
+from tiermem.swap.disk.paths import AnyPath
+from tiermem.swap.memory.arena import Pool, Slot
+from tiermem.swap.program.program import Program
+from tiermem.swap.program.tile_plan import TileWork
+from tiermem.swap.store.checksum import Range
+from tiermem.swap.store.store import TensorStore
+from tiermem.units import registry
 
 _PIECE_NUMEL = 1 << 20
 _NUM_BUFFERS = 4
@@ -281,7 +281,7 @@ class EMA:
 
 @dataclasses.dataclass(frozen=True)
 class _Pass(TileWork[_Piece]):
-    """One pass over pieces, which swap/program.py runs."""
+    """One pass over pieces, which swap/program/program.py runs."""
 
     store: TensorStore
     act: _Act

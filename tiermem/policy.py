@@ -1,7 +1,7 @@
 """OffloadPolicy: the frozen value that says where states rest and how they move.
 
 `config/` makes one from a DeepSpeed-style config; Python users build one directly. `zero/` reads the policy and no config
-key. `None` means that the plan (`zero/plan.py`) computes the value and reports it. Names of element counts end in `_numel`,
+key. `None` means that the plan (`plans/plan.py`) computes the value and reports it. Names of element counts end in `_numel`,
 names of sizes in bytes end in `_bytes`.
 
 An annotation holds all that one field may be: its words (Literal), its numbers (Range), the stage that it needs (FromStage).
@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from torch import nn
 
 from tiermem.precision import Precision, Range, check_fields, marks_of
-from tiermem.swap.native import IoSettings
-from tiermem.swap.paths import AnyPath, NvmePath, as_paths
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import IoSettings
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.paths import AnyPath, NvmePath, as_paths
 
 __all__ = ["IoSettings", "LeafRules", "NvmePath", "OffloadPolicy", "Precision", "Tier"]
 
@@ -77,7 +77,7 @@ class CombinedError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class LeafRules:
-    """Which modules are fetched as one, whatever runs inside them (zero/leaf.py)."""
+    """Which modules are fetched as one, whatever runs inside them (units/leaf.py)."""
 
     classes: tuple[str, ...] = ()
     """Names of classes, bare or with their Python module."""
@@ -112,7 +112,7 @@ class OffloadPolicy:
     """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for Lion, Adagrad, Muon and
     SGD with momentum. An optimizer that keeps more is refused; one that keeps fewer leaves the rest unused."""
     paths: AnyPath | Sequence[AnyPath] = ()
-    """Folders on the NVMe file systems, one or several, each with a cap and a weight if need be (swap/paths.py); needed
+    """Folders on the NVMe file systems, one or several, each with a cap and a weight if need be (swap/disk/paths.py); needed
     when anything rests on NVME. Normalised to a tuple of NvmePath. Caps are per node, divided by the ranks on it."""
     host_bytes: Positive | None = None
     """Budget of HOST memory per node, divided by the ranks on it. None: what the plan needs."""
@@ -153,20 +153,20 @@ class OffloadPolicy:
     model_persistence_numel: int | None = None
     """Most elements that stay gathered because of persistence_numel, in all. None: no bound."""
     leaves: LeafRules = dataclasses.field(default_factory=LeafRules)
-    """Modules that are fetched as one, beside those that are marked (zero/leaf.py)."""
+    """Modules that are fetched as one, beside those that are marked (units/leaf.py)."""
     gather_way: Literal["coalesced", "single", "all_reduce"] = "coalesced"
-    """How the ranks' parts of a unit come together (zero/gather.py): all parameters in one call; or one parameter after
+    """How the ranks' parts of a unit come together (wires/gather.py): all parameters in one call; or one parameter after
     the other, with units as small as the model's modules allow and nothing fetched ahead, for the smallest peak. "all_reduce"
     is accepted and gathers as "coalesced" does."""
     gather_dtype: Literal["bf16", "fp16"] | None = None
     """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules` are cast to it before they
-    are gathered, not after (zero/unit.py). None: everything is gathered as it rests."""
+    are gathered, not after (units/unit.py). None: everything is gathered as it rests."""
     lowered_modules: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     """Classes of modules whose parameters autocast lowers, exactly these."""
     reduce_bucket_numel: Count = 500_000_000
-    """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/reduce.py)."""
+    """Most elements of gradients handed to one reduction, those of all ranks' parts together (wires/reduce.py)."""
     allgather_bucket_numel: Count = 500_000_000
-    """Most elements of such weights that come at once, those of all ranks' parts together (zero/gather.py)."""
+    """Most elements of such weights that come at once, those of all ranks' parts together (wires/gather.py)."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What gradients are over the ranks."""
     predivide_factor: Divisor | Literal["ranks"] = 1.0
@@ -202,7 +202,7 @@ class OffloadPolicy:
     accumulation: Annotated[AccumulationOrder, _SHARDED_PARAMS] = "batches"
     """How the micro-batches of a step run: one after the other through the model, each fetching every unit; or, in
     `Engine.train_batch` and TiermemTrainer, all of them through one block after the other, so that each fetch serves all
-    (zero/layerwise.py). The model is then a chain of blocks, and the engine's other ways to train are refused."""
+    (run/layerwise.py). The model is then a chain of blocks, and the engine's other ways to train are refused."""
     on_nonfinite: OnNonfinite = "skip"
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
     not clipped, since such gradients have no norm."""
@@ -210,8 +210,8 @@ class OffloadPolicy:
     """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never. What is
     durable stays while the next is written, so what steps write takes `num_slots` times the disk; frozen parameters take it
     once. With "step" a step that goes on under the next forward is made durable when it has ended, before the next backward,
-    step, save, load, change of values or close (zero/step_run.py). A run leaves its durable steps in the store's folder when it
-    is closed: with "step" its last one too, also when it has saved copies alone, elsewhere."""
+    step, save, load, change of values or close (weights/step_run.py). A run leaves its durable steps in the store's folder
+    when it is closed: with "step" its last one too, also when it has saved copies alone, elsewhere."""
     keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
     """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
     copies: bool = False
@@ -221,12 +221,12 @@ class OffloadPolicy:
     """When the checksums of what rests on NVME are compared: at every read of a tile or a unit, at one read of each in 16,
     or only when a checkpoint is opened."""
     overlap: Overlap = "auto"
-    """What runs beside the tiles of an optimizer step (zero/step_run.py): nothing, so that `step` returns when the last one is
-    written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles are stepped when their
-    gradients have come, and count if the step finds them as assumed (optim/tentative.py). That takes one more slot on disk, and
-    memory for a second copy of weights that rest there. Beside an accelerator it takes memory for second copies of weights and
-    states on HOST: of all units, or of as many as host_bytes leaves room for. The bits are the same. "auto": forward where
-    states on NVMe, or on HOST beside an accelerator, belong to units that are fetched."""
+    """What runs beside the tiles of an optimizer step (weights/step_run.py): nothing, so that `step` returns when the last
+    one is written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles are stepped
+    when their gradients have come, and count if the step finds them as assumed (optim/tentative.py). That takes one more
+    slot on disk, and memory for a second copy of weights that rest there. Beside an accelerator it takes memory for second
+    copies of weights and states on HOST: of all units, or of as many as host_bytes leaves room for. The bits are the same.
+    "auto": forward where states on NVMe, or on HOST beside an accelerator, belong to units that are fetched."""
     early_steps: bool = False
     """With overlap "auto": whether such steps may also begin under backward, of states on NVMe that a CPU computes with, or of
     states on HOST beside an accelerator, where the plan has room: in memory only if host_bytes says how much. The policy of a
@@ -241,10 +241,10 @@ class OffloadPolicy:
     compute_dtype: ComputeDtype = "storage"
     """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which each fetched unit is widened in
     its buffer, which takes 4 bytes an element then. "measured": fp32 where this machine's 16-bit products are slow, which is
-    measured when the model is sharded (zero/compute.py)."""
+    measured when the model is sharded (units/compute.py)."""
     activations: Tier | None = None
     """Home of the inputs of checkpointed blocks (torch.utils.checkpoint) between forward and backward: HOST, which moves them
-    where the maths runs on an accelerator, or NVME (zero/activations.py). None: they stay where the maths runs."""
+    where the maths runs on an accelerator, or NVME (run/activations.py). None: they stay where the maths runs."""
     activation_bytes: Positive | None = None
     """Most bytes of them at their home at once, of each rank, counted in the plan; what does not fit stays where the maths
     runs, with a warning. None: as many as a forward has, within what the plan leaves of host_bytes or disk_bytes."""
@@ -254,7 +254,7 @@ class OffloadPolicy:
     frozen_quant_type: Annotated[FrozenQuantType, _SHARDED_PARAMS] | None = None
     """Keep frozen parameters of two dimensions or more, and of more than persistence_numel elements, in blocks where they rest:
     "int8" (8.5 bits per element) or "nf4" (4.5 bits, as in QLoRA). A fetch unpacks them to their own dtype, in which the maths
-    and state dicts see them (zero/quantised.py). None: as they are."""
+    and state dicts see them (units/quantised.py). None: as they are."""
     optim_ratio: Annotated[float, Range("it is the offloaded part of the states, from 0 to 1", 0.0, 1.0)] = 1.0
     """Part of the states that rests at `optim`. The other tiles, evenly spread, rest on the accelerator and are stepped there.
     0 is as optim=DEVICE. Without an accelerator they rest on HOST."""

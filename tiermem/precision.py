@@ -13,7 +13,7 @@
     exact 12 = 4 + 4 + 4 · compact 6 = 2 + 2 + 2 · bf16 4 = 2 + 2 · tiny 4.03 = 2 + 1 + 1 + 2/64
 
 Random numbers come from a counter keyed by seed, step, the parameter's full name and the element's number in it: the same
-whatever the ranks, tiles and threads. optim/rules.py says which of these parts a rule has, zero/state_layout.py where they
+whatever the ranks, tiles and threads. optim/rules.py says which of these parts a rule has, units/state_layout.py where they
 lie.
 
 The file also holds `check_fields`, which compares the fields of Precision and of OffloadPolicy with their annotations.

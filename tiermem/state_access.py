@@ -28,14 +28,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tiermem.gradients.gradient_store import ShardedGrad
 from tiermem.optim.tiles import StateTiles, tiles_of
-from tiermem.swap.native import store_gradient
-from tiermem.zero import registry
-from tiermem.zero.gradient_store import ShardedGrad
-from tiermem.zero.shards import Shards
-from tiermem.zero.state_layout import MASTER
-from tiermem.zero.unit import Shard
-from tiermem.zero.unit_state import LiveUnit
+from tiermem.run.shards import Shards
+from tiermem.swap.base.native import store_gradient
+from tiermem.units import registry
+from tiermem.units.state_layout import MASTER
+from tiermem.units.unit import Shard
+from tiermem.weights.unit_state import LiveUnit
 
 # ---- setting a gradient ----------------------------------------------------------------------------------------------
 

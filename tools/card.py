@@ -18,8 +18,11 @@ from tiermem.config.io import STATES_PER_TILE
 from tiermem.forecast import Forecast, Placement, Rates, choose
 from tiermem.forecast.forecast import LEAST_FAR_GAIN
 from tiermem.forecast.rates import Compute
+from tiermem.plans.budget import make_plan
+from tiermem.plans.plan import Plan, Row
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.accelerator import free_and_total, is_accelerator
+from tiermem.ranks.topology import Topology, plan_topology
+from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.tools.launcher import Job
 from tiermem.tools.planned import (
     Activations,
@@ -35,10 +38,7 @@ from tiermem.tools.planned import (
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.train_job import Config, with_key
 from tiermem.tools.words import format_bytes
-from tiermem.zero.budget import make_plan
-from tiermem.zero.plan import Plan, Row
-from tiermem.zero.topology import Topology, plan_topology
-from tiermem.zero.unit import divide
+from tiermem.units.unit import divide
 
 _TORCHS_PART = 0.05
 _CONTEXT_BYTES = 512 << 20  # of a driver's context and its kernels, where it cannot be measured

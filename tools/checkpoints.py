@@ -26,8 +26,8 @@ from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey, repair, survey
 from tiermem.checkpoint.zero_to_fp32 import dtype_of
-from tiermem.swap.errors import printable
-from tiermem.swap.run_folder import RunFolder
+from tiermem.swap.base.errors import printable
+from tiermem.swap.disk.run_folder import RunFolder
 from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions, TrainOptions
 from tiermem.tools.reports import table
 from tiermem.tools.train_job import CLIENT_KEY, options_to_save

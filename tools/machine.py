@@ -67,7 +67,7 @@ def caption(facts: dict[str, Any]) -> str:
 
 def try_engines() -> dict[str, tuple[bool, str]]:
     """Opens each of the queue's engines: whether it can run, and its line about how, or why not."""
-    from tiermem.swap.native import ENGINES, IoSettings, Queue
+    from tiermem.swap.base.native import ENGINES, IoSettings, Queue
 
     found = {}
     for name in ENGINES:

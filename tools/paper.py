@@ -6,14 +6,14 @@ import math
 
 from rich.console import Console
 
+from tiermem.compat.estimate import (
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from tiermem.forecast.rates import PAPER_BATCH, PAPER_GPUS, PAPER_MODELS, PAPER_SEQ
 from tiermem.tools.planned import meta_model
 from tiermem.tools.presets import ModelShape
 from tiermem.tools.reports import table
-from tiermem.zero.estimate import (
-    estimate_zero2_model_states_mem_needs_all_live,
-    estimate_zero3_model_states_mem_needs_all_live,
-)
 
 ESTIMATED = "7b"
 """The preset whose model is estimated when no other is named."""

@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.forecast.forecast import PHASES
+from tiermem.plans.budget import why_disk
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import find_device
+from tiermem.swap.memory.accelerator import find_device
 from tiermem.tools.card import Card, plan_open, say_placement
 from tiermem.tools.machine import wear_a_day
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
@@ -40,7 +41,6 @@ from tiermem.tools.train_job import (
     with_key,
 )
 from tiermem.tools.words import Mistake, format_bytes
-from tiermem.zero.budget import why_disk
 
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
 _DISK_THERE = Path("/mnt/nvme0")

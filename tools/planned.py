@@ -24,19 +24,19 @@ from tiermem.config import load_config, resolve_auto
 from tiermem.config.optimizer import BatchSizes
 from tiermem.forecast import Choice, Forecast, Placement, Rates, choose, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
+from tiermem.layers.chunked_loss import CHUNK_BYTES
+from tiermem.plans.budget import make_plan
+from tiermem.plans.plan import ACTIVATION_CHUNK_BYTES, Plan, Row
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
+from tiermem.ranks.topology import Topology, plan_topology
 from tiermem.tools.launcher import Job, compute_of
 from tiermem.tools.machine import DAY_S
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import Mistake, format_bytes
-from tiermem.zero.budget import make_plan
-from tiermem.zero.chunked_loss import CHUNK_BYTES
-from tiermem.zero.plan import ACTIVATION_CHUNK_BYTES, Plan, Row
-from tiermem.zero.state_layout import StateLayout
-from tiermem.zero.step_run import overlap_of
-from tiermem.zero.topology import Topology, plan_topology
-from tiermem.zero.unit import divide
+from tiermem.units.state_layout import StateLayout
+from tiermem.units.unit import divide
+from tiermem.weights.step_run import overlap_of
 
 PLACES = {Tier.DEVICE: "the GPU of a rank", Tier.HOST: "the memory of a node", Tier.NVME: "the disks of a node"}
 """What a limit of a tier is a limit of."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 from tiermem.tools.run_record import (
     PHASES,
     TAIL,

@@ -22,10 +22,10 @@ from tiermem.forecast import Forecast, Rates, forecast_shards
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Precision, Tier
 from tiermem.precision import DTYPES
-from tiermem.swap.accelerator import find_device, is_accelerator
-from tiermem.swap.checksum import crc32c
-from tiermem.swap.native import Workers
-from tiermem.swap.queue import Event
+from tiermem.swap.base.native import Workers
+from tiermem.swap.disk.queue import Event
+from tiermem.swap.memory.accelerator import find_device, is_accelerator
+from tiermem.swap.store.checksum import crc32c
 from tiermem.tools.bench.gpu_link import measure_beside_copies, measure_link, measure_memory, step_passes
 from tiermem.tools.bench.small_training import PHASES, clock_of, timed
 from tiermem.tools.launcher import Job, compute_of
@@ -44,8 +44,8 @@ from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
 from tiermem.tools.run_record import Figures, Span, covered, within
 from tiermem.tools.train_job import Config, precision_of, with_key
 from tiermem.tools.words import format_bytes
-from tiermem.zero.compute import FAR_SLOWER, ComputeChoice, choose_compute
-from tiermem.zero.step_run import overlap_of
+from tiermem.units.compute import FAR_SLOWER, ComputeChoice, choose_compute
+from tiermem.weights.step_run import overlap_of
 
 # ---- the trained model -----------------------------------------------------------------------------------------------
 #

@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from tiermem.swap.errors import printable
+from tiermem.swap.base.errors import printable
 from tiermem.tools.launcher import Message, Observer, Sample
 from tiermem.tools.run_record import IoCounts, RunRecord, describe_device, median_after_warm_up, planned_bytes
 from tiermem.tools.words import format_bytes

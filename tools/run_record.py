@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 from tiermem.tools.launcher import Message, Observer, Outcome, Sample
 from tiermem.tools.machine import Written, cpu_model, memory_bytes, num_cores
 from tiermem.tools.words import format_bytes
@@ -279,7 +279,7 @@ _OF_OUTCOME = (
 
 
 def median_limits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Seconds for which each resource was busy in an iteration (swap/queue.py), the median after the warm-up."""
+    """Seconds for which each resource was busy in an iteration (swap/disk/queue.py), the median after the warm-up."""
     told = [step["limits_s"] for step in steps if "limits_s" in step]
     found = told[NUM_WARM_UP:] or told
     return {name: statistics.median(each[name] for each in found) for name in found[0]} if found else None

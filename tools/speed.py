@@ -15,7 +15,7 @@ import torch
 
 from tiermem.config import load_config, resolve_auto
 from tiermem.forecast.rates import Compute, Rates
-from tiermem.swap.accelerator import find_device
+from tiermem.swap.memory.accelerator import find_device
 from tiermem.tools.bench.files import measure_disks, why_unmeasured
 from tiermem.tools.bench.gpu_link import kernel_passes, measure_link, measure_memory, step_passes
 from tiermem.tools.bench.sustained import measure_sustained_disks

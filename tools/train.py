@@ -23,8 +23,8 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from tiermem.swap import durable
-from tiermem.swap.run_folder import remove_dead_runs
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.run_folder import remove_dead_runs
 from tiermem.tools.bench.peers.runs import Peer, list_peers
 from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Observer, launch
 from tiermem.tools.machine import lines_of_run
@@ -156,7 +156,7 @@ def _check_memory(job: Job, console: Console) -> None:
     if job.memory_limit_bytes is None or job.memory_limit_bytes >= least:
         return
     with console.status("looking for the smallest --memory that works"):
-        from tiermem.swap.accelerator import find_device, is_accelerator  # torch: the launcher does without
+        from tiermem.swap.memory.accelerator import find_device, is_accelerator  # torch: the launcher does without
         from tiermem.tools.card import settle_by_cap
         from tiermem.tools.planned import INTERPRETER, check_cap
         from tiermem.tools.prediction import settle_compute

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermem.swap.direct import probe_path
+from tiermem.swap.disk.direct import probe_path
 from tiermem.tools.corpus import Corpus, check_bytes_suit
 from tiermem.tools.launcher import Job
 from tiermem.tools.machine import memory_bytes

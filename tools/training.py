@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import nn
 
 import tiermem
-import tiermem.zero.init
+import tiermem.run.init
 from tiermem.engine import Engine
-from tiermem.swap import durable
-from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
-from tiermem.swap.queue import Meter
-from tiermem.swap.store import TensorStore
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.queue import Meter
+from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
+from tiermem.swap.store.store import TensorStore
 from tiermem.tools.bench.files import measure_disks, why_unmeasured
 from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.bench.sustained import measure_sustained_disks

@@ -16,10 +16,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from rich.console import Console
 
-from tiermem.swap.direct import probe_path
-from tiermem.swap.native import IoSettings, Queue
-from tiermem.swap.passes import Passes
-from tiermem.swap.paths import NvmePath
+from tiermem.swap.base.native import IoSettings, Queue
+from tiermem.swap.disk.direct import probe_path
+from tiermem.swap.disk.passes import Passes
+from tiermem.swap.disk.paths import NvmePath
 from tiermem.tools.bench.files import BenchFiles, check_room
 from tiermem.tools.bench.sustained import measure_sustained_disks
 from tiermem.tools.machine import machine_facts, try_engines

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
-from tiermem.swap import durable
-from tiermem.swap.errors import printable
+from tiermem.swap.base.errors import printable
+from tiermem.swap.disk import durable
 
 # ---- sizes as people write them --------------------------------------------------------------------------------------
 #

@@ -14,7 +14,7 @@ from torch import nn
 import tiermem
 from accelerator import device
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero.topology import find_topology, group_aside
+from tiermem.ranks.topology import find_topology, group_aside
 
 sim = device.load()
 

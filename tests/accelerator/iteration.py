@@ -22,9 +22,9 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.engine.sharding import shard_for_passes
 from tiermem.optim.tile_step import TilePass
 from tiermem.precision import PRESETS
-from tiermem.swap.program import Program
-from tiermem.zero.layerwise import LayerwisePasses
-from tiermem.zero.step_run import StepRun
+from tiermem.run.layerwise import LayerwisePasses
+from tiermem.swap.program.program import Program
+from tiermem.weights.step_run import StepRun
 
 
 class Sizes(NamedTuple):

@@ -14,28 +14,29 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tiermem.gradients import gradients
+from tiermem.gradients.gradient_link import GradientLink
+from tiermem.gradients.gradient_norms import BlockSums
+from tiermem.gradients.gradient_store import GradientStore
+from tiermem.gradients.gradients import GradientHomes
 from tiermem.optim.sharded import ShardedModel
 from tiermem.optim.tile_step import TilePass
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tiles import StateTiles
-from tiermem.swap.accelerator import PageLock, ToHost
-from tiermem.swap.arena import Arena
-from tiermem.swap.device_memory import DeviceMemory
-from tiermem.swap.program import Program
-from tiermem.zero import gradients, shards
-from tiermem.zero.activations import _DiskRoom, _HostRoom, _Input, _Passing
-from tiermem.zero.gather import UnitGather
-from tiermem.zero.gradient_link import GradientLink
-from tiermem.zero.gradient_norms import BlockSums
-from tiermem.zero.gradient_store import GradientStore
-from tiermem.zero.gradients import GradientHomes
-from tiermem.zero.hooks import Hooks
-from tiermem.zero.packed import PackedGather
-from tiermem.zero.reduce import Reducer
-from tiermem.zero.step_run import StepRun
-from tiermem.zero.unit_memory import Passage, StagedRead, Stages, UnitMemory, UnitSlots
-from tiermem.zero.unit_state import LiveUnit
-from tiermem.zero.values import Values
+from tiermem.run import shards
+from tiermem.run.activations import _DiskRoom, _HostRoom, _Input, _Passing
+from tiermem.run.hooks import Hooks
+from tiermem.swap.memory.accelerator import PageLock, ToHost
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.memory.device_memory import DeviceMemory
+from tiermem.swap.program.program import Program
+from tiermem.weights.step_run import StepRun
+from tiermem.weights.unit_memory import Passage, StagedRead, Stages, UnitMemory, UnitSlots
+from tiermem.weights.unit_state import LiveUnit
+from tiermem.weights.values import Values
+from tiermem.wires.gather import UnitGather
+from tiermem.wires.packed import PackedGather
+from tiermem.wires.reduce import Reducer
 
 
 class Mutant(NamedTuple):

@@ -19,10 +19,10 @@ from twins import Tower, seeded
 import tiermem
 from accelerator import device
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero.gradient_store import GradientStore
-from tiermem.zero.packed import PackedGather
-from tiermem.zero.plan import PACKING
-from tiermem.zero.reduce import Reducer
+from tiermem.gradients.gradient_store import GradientStore
+from tiermem.plans.plan import PACKING
+from tiermem.wires.packed import PackedGather
+from tiermem.wires.reduce import Reducer
 
 MIB = 1 << 20
 _ON_HOST: dict[str, Any] = {"params": Tier.HOST, "optim": Tier.HOST}

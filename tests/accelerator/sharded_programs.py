@@ -27,7 +27,7 @@ import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
 from tiermem.config.io import OffloadState
 from tiermem.engine.facts import offload, reload
-from tiermem.swap.store import TensorStore
+from tiermem.swap.store.store import TensorStore
 
 Found = dict[str, Any]
 

@@ -18,7 +18,7 @@ from accelerator.reserved import check_reserved, large
 from accelerator.sharded_programs import Found, Place, plain
 from accelerator.test_parity import differences, on_cpu
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero.plan import Plan
+from tiermem.plans.plan import Plan
 
 HERE = Path(__file__).parent
 POLICIES: dict[str, dict[str, Any]] = {
@@ -121,7 +121,7 @@ def test_a_budget_that_is_one_byte_too_small_is_refused_before_anything_is_alloc
 
 def test_the_context_that_sharding_makes_counts_in_the_budget(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST)
-    monkeypatch.setattr("tiermem.zero.shards.open_context", lambda device: 64 << 20)
+    monkeypatch.setattr("tiermem.run.shards.open_context", lambda device: 64 << 20)
     with tiermem.shard(seeded(Tower), policy, device="sim") as shards:
         plan = shards.plan
         assert [row.num_bytes for row in plan.rows if row.what == "context"] == [64 << 20]

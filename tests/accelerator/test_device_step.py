@@ -27,8 +27,8 @@ from accelerator.test_parity import differences
 from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.optim import rules
 from tiermem.precision import PRESETS
-from tiermem.swap.device_kernels import DeviceKernels
-from tiermem.swap.torch_step import step_in_torch
+from tiermem.swap.kernels.device_kernels import DeviceKernels
+from tiermem.swap.kernels.torch_step import step_in_torch
 
 Found = dict[str, Any]
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerator.fixture import sim
-from tiermem.swap import accelerator
+from tiermem.swap.memory import accelerator
 
 __all__ = ["sim"]
 SIM = torch.device("sim", 0)

@@ -15,13 +15,13 @@ from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.gradients.gradient_store import GradientStore
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import TilePass
-from tiermem.swap.arena import Slot
-from tiermem.swap.errors import CorruptionError
-from tiermem.swap.store import TensorStore
-from tiermem.zero.gradient_store import GradientStore
-from tiermem.zero.unit_state import LiveUnit, UnitState
+from tiermem.swap.base.errors import CorruptionError
+from tiermem.swap.memory.arena import Slot
+from tiermem.swap.store.store import TensorStore
+from tiermem.weights.unit_state import LiveUnit, UnitState
 
 
 def policy(folder: Path, **fields: Any) -> OffloadPolicy:

@@ -12,12 +12,12 @@ import torch
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.swap.accelerator import free_and_total
+from tiermem.plans.budget import make_plan
+from tiermem.plans.plan import Plan
+from tiermem.ranks.topology import Topology
+from tiermem.swap.memory.accelerator import free_and_total
+from tiermem.units.unit import divide
 from tiermem.zero import kv_cache_bytes, unwrap_model_for_generation
-from tiermem.zero.budget import make_plan
-from tiermem.zero.plan import Plan
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import divide
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -18,14 +18,14 @@ import torch
 from accelerator import clock
 from accelerator.iteration import Marks, Model, Sizes, policy_of, record
 from tiermem import Tier
+from tiermem.plans.budget import make_plan
+from tiermem.plans.plan import Plan, Planner
+from tiermem.ranks.topology import Topology
 from tiermem.tools.card import Card
 from tiermem.tools.planned import Activations
 from tiermem.tools.presets import ModelSizes, llama
-from tiermem.zero import unit_state
-from tiermem.zero.budget import make_plan
-from tiermem.zero.plan import Plan, Planner
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import divide
+from tiermem.units.unit import divide
+from tiermem.weights import unit_state
 
 SIZES = Sizes(width=256, layers=32, vocabulary=617, rows=250, tile_numel=4096)
 """A layer has 16 tiles of 4096 elements, as one of 218 M elements has of 14 M; the vocabulary is as large beside it."""

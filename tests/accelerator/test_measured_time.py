@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import tiermem.zero.topology
+import tiermem.ranks.topology
 from accelerator import clock
 from accelerator.clock import Rate
 from accelerator.iteration import Marks, Sizes, Training, record
@@ -39,7 +39,7 @@ NORMS = {"none": 1e-3, "forward": 1e-3, "backward": 0.0}
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread of maths, and one of kernels."""
-    monkeypatch.setattr(tiermem.zero.topology, "fair_cores", lambda *_: ())
+    monkeypatch.setattr(tiermem.ranks.topology, "fair_cores", lambda *_: ())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

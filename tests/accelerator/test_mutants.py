@@ -12,7 +12,7 @@ import torch
 
 from accelerator.mutants import MUTANTS, applied
 from accelerator.test_parity import differences, on_cpu, run
-from tiermem.swap import accelerator
+from tiermem.swap.memory import accelerator
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 

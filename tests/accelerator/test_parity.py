@@ -24,9 +24,9 @@ import tiermem
 from accelerator.sharded_programs import PROGRAMS, Found, Place, dropout, found
 from tiermem import OffloadPolicy, Precision, Shards, Tier
 from tiermem.optim.tentative import History
-from tiermem.zero.budget import make_plan
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import divide
+from tiermem.plans.budget import make_plan
+from tiermem.ranks.topology import Topology
+from tiermem.units.unit import divide
 
 HOMES: dict[str, dict[str, Any]] = {
     "nvme": {"params": Tier.NVME, "optim": Tier.NVME},

@@ -22,9 +22,9 @@ from tiermem.forecast.rates import Compute
 from tiermem.optim.tile import Tile, sent_bytes
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tiles import StateTiles
-from tiermem.swap.arena import Arena
-from tiermem.swap.device_memory import DeviceMemory
-from tiermem.zero.plan import Buffers
+from tiermem.plans.plan import Buffers
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.memory.device_memory import DeviceMemory
 
 
 def tiles_of(optim: Any, shards: tiermem.Shards) -> list[Tile]:

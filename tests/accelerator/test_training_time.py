@@ -18,11 +18,11 @@ import tiermem
 from accelerator import clock
 from accelerator.clock import Rate
 from tiermem import OffloadPolicy, Tier
-from tiermem.swap.arena import Slot
-from tiermem.swap.move import Move
-from tiermem.swap.store import TensorStore
-from tiermem.zero.gradient_link import GradientLink
-from tiermem.zero.unit_memory import StagedRead
+from tiermem.gradients.gradient_link import GradientLink
+from tiermem.swap.memory.arena import Slot
+from tiermem.swap.store.move import Move
+from tiermem.swap.store.store import TensorStore
+from tiermem.weights.unit_memory import StagedRead
 
 WIDTH, DEPTH = 64, 8
 

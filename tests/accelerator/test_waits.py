@@ -19,9 +19,9 @@ from accelerator.waits import GRADIENTS_THERE, HOMES, THERE, Counts, count
 from tiermem import OffloadPolicy, Tier
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import TilePass
-from tiermem.swap.arena import Slot
-from tiermem.swap.move import Move
-from tiermem.zero.unit_state import LiveUnit
+from tiermem.swap.memory.arena import Slot
+from tiermem.swap.store.move import Move
+from tiermem.weights.unit_state import LiveUnit
 
 NONE = {"main": 0, "autograd": 0}
 STEPPED_THERE: dict[str, dict[str, Any]] = {

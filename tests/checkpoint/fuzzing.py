@@ -302,7 +302,9 @@ def _instrument() -> None:
     for found in gc.get_objects():
         if callable(found) and hasattr(found, "__code__"):
             module = getattr(found, "__module__", None) or ""
-            if module.startswith(("tiermem.checkpoint", "tiermem.weights", "torch._weights_only_unpickler", "pickle")):
+            if module.startswith(
+                ("tiermem.checkpoint", "tiermem.weights_io", "torch._weights_only_unpickler", "pickle")
+            ):
                 atheris.instrument_func(found)
 
 
@@ -333,7 +335,7 @@ def _edges(run: Callable[[], object]) -> set[tuple[str, int, int]]:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         file, before = frame.f_code.co_filename, frame.f_lineno
-        if "/tiermem/checkpoint/" not in file and not file.endswith("/tiermem/weights.py"):
+        if "/tiermem/checkpoint/" not in file and not file.endswith("/tiermem/weights_io.py"):
             return None
 
         def line(frame: Any, event: str, _: Any) -> Any:

@@ -18,7 +18,7 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.checkpoint.format.fields import crc32c
 from tiermem.checkpoint.format.finding import cover
 from tiermem.checkpoint.format.manifest import Manifest, Part, parse_manifest, parse_part, parse_pointer
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 
 
 class Small(nn.Module):

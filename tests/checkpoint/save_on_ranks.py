@@ -17,7 +17,7 @@ from runs import live_states, model, policy, states_at, states_in, train
 
 import tiermem
 from tiermem import checkpoint
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 
 CASES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "nvme": ("nvme", {}, torch.float32),

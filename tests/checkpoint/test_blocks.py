@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tiermem.checkpoint.saving.pieces import Run, checksums, cuts, joined
-from tiermem.swap.checksum import crc32c
+from tiermem.swap.store.checksum import crc32c
 
 MIB = 1 << 20
 DATA = torch.randint(0, 256, (3 * MIB + 12345,), dtype=torch.uint8)

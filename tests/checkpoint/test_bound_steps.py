@@ -23,7 +23,7 @@ from tiermem.checkpoint.format.finding import NothingSaved, find
 from tiermem.checkpoint.format.manifest import Pointer
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.survey import repair, survey
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 
 PLACES = {"copies": "cpu", "in place": "nvme"}
 Save = Callable[..., None]

@@ -13,7 +13,7 @@ from torch import nn
 
 import tiermem
 from tiermem import checkpoint
-from tiermem.swap.errors import CorruptionError
+from tiermem.swap.base.errors import CorruptionError
 
 
 class Blocks(nn.Module):

@@ -37,7 +37,7 @@ from tiermem.checkpoint.interchange.export import export_dcp, export_weights, we
 from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.interchange.write import write_checkpoint
 from tiermem.checkpoint.survey import survey
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 
 Mount = Callable[..., Path]
 Run = tuple[Small, tiermem.Shards, Any]

@@ -16,7 +16,7 @@ from tiermem import OffloadPolicy, Shards, Tier, checkpoint
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.interchange.export import export_weights, weights_of
 from tiermem.checkpoint.opening.source import Source
-from tiermem.zero.quantised import BLOCK, FORMATS
+from tiermem.units.quantised import BLOCK, FORMATS
 
 NAME = "layers.1.up.weight"
 FORMS = [*FORMATS, None]

@@ -312,7 +312,7 @@ def test_a_read_only_copy_opens(saved: tiermem.Engine, tmp_path: Path) -> None:
 
 
 HOLD = """
-import sys, tiermem.swap.run_folder as r, pathlib
+import sys, tiermem.swap.disk.run_folder as r, pathlib
 folder = r.RunFolder.claim(pathlib.Path(sys.argv[1]))
 print("held", flush=True); sys.stdin.read(); folder.close(keep=True)
 """

@@ -20,7 +20,7 @@ from runs import model, policy, train
 
 import tiermem
 from tiermem import checkpoint
-from tiermem.swap.durable import NEW_PREFIX
+from tiermem.swap.disk.durable import NEW_PREFIX
 from tiermem.tools.cli import main
 from tiermem.tools.plots import save_figure
 from tiermem.tools.run_record import Span, write_trace

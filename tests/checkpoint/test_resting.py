@@ -17,11 +17,11 @@ from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.finding import Key, Rows, joined_rows
 from tiermem.checkpoint.saving.copies import lay_out
 from tiermem.checkpoint.saving.pieces import Resting, Stretch, checksums, cuts
-from tiermem.swap.checksum import Pieces, Sums, crc32c
-from tiermem.swap.entry import Freeze, Stored
-from tiermem.swap.files import Extent
-from tiermem.swap.native import Workers
-from tiermem.swap.queue import Recorder
+from tiermem.swap.base.native import Workers
+from tiermem.swap.disk.files import Extent
+from tiermem.swap.disk.queue import Recorder
+from tiermem.swap.store.checksum import Pieces, Sums, crc32c
+from tiermem.swap.store.entry import Freeze, Stored
 
 MIB, BLOCK = 1 << 20, 4096
 

@@ -14,8 +14,8 @@ from saved_by_hand import latest_of
 import tiermem
 from tiermem import checkpoint
 from tiermem.precision import Precision
-from tiermem.swap import durable
-from tiermem.zero.unit_state import UnitState
+from tiermem.swap.disk import durable
+from tiermem.weights.unit_state import UnitState
 
 
 def short(step: durable.Step) -> str:

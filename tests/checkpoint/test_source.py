@@ -19,8 +19,8 @@ from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
 from tiermem.checkpoint.saving.publish import write_latest
-from tiermem.swap.errors import CorruptionError
-from tiermem.swap.native import Workers, widen_part
+from tiermem.swap.base.errors import CorruptionError
+from tiermem.swap.base.native import Workers, widen_part
 
 NUMEL = 3 * CHECKSUM_BYTES // 4 + 101  # fp32: three blocks and a tail
 

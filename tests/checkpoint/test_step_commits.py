@@ -18,7 +18,7 @@ from tiermem import Shards, Tier, checkpoint
 from tiermem.checkpoint.survey import survey
 from tiermem.optim.tentative import History
 from tiermem.state_access import safe_set_full_fp32_param, safe_set_full_optimizer_state
-from tiermem.swap.program import Program
+from tiermem.swap.program.program import Program
 
 
 def sharded(made: nn.Module, path: Path, overlap: str = "auto", **fields: Any) -> Shards:

@@ -10,7 +10,7 @@ import pytest
 from tiermem.checkpoint.format.manifest import Pointer
 from tiermem.checkpoint.saving import publish
 from tiermem.checkpoint.saving.publish import SavingInto, remove_unfinished
-from tiermem.swap.durable import NewFile
+from tiermem.swap.disk.durable import NewFile
 
 DATA, PART, MANIFEST = "data-0a1b2c-3-0.bin", "part-0a1b2c-3-1.json", "manifest-0a1b2c-3.json"
 

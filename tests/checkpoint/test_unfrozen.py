@@ -19,7 +19,7 @@ from twins import Tower, assert_same_tensors, seeded, train_steps
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.checkpoint import load, save
-from tiermem.zero.gradients import GradientHomes
+from tiermem.gradients.gradients import GradientHomes
 
 HOMES: dict[str, dict[str, Any]] = {
     "host": {"params": Tier.HOST, "optim": Tier.HOST},

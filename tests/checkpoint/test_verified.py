@@ -15,9 +15,9 @@ from tiermem import Tier, checkpoint
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.checkpoint.opening import verified as verified_module
 from tiermem.checkpoint.opening.source import Elements, Source
-from tiermem.swap.arena import Arena
-from tiermem.swap.ranges import FileRange
-from tiermem.swap.stream import ReadAhead, Reading
+from tiermem.swap.base.ranges import FileRange
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.store.stream import ReadAhead, Reading
 
 NUMEL = 9 * CHECKSUM_BYTES // 4 + 101
 

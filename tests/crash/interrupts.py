@@ -49,7 +49,7 @@ from small_run import Said, Small, lines_of
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero.failures import RankLost
+from tiermem.ranks.failures import RankLost
 
 LONGEST_S = 60
 PARTS = ("train", "evaluate", "gather", "save", "load", "close", "build")

@@ -1,7 +1,7 @@
 """KilledRanks: a run of one or several ranks, each a fork of this process, that may be killed on the way.
 
-    at a step      a rank kills itself before or after one of its durable steps (tiermem.swap.durable): at a turn, by number
-    at a moment    so long after a phase of a rank has begun: opening, training, saving, ending
+    at a step      a rank kills itself before or after one of its durable steps (tiermem.swap.disk.durable): at a turn, by
+    number at a moment    so long after a phase of a rank has begun: opening, training, saving, ending
 
 Forks are of a process that has imported everything and computed nothing, so that a run takes a fraction of a second. Ranks
 share one page of memory in which each writes the phase that it is in, so that whoever kills knows what was hit.
@@ -42,7 +42,7 @@ from forks import forked, free_port
 from power import Disk
 from small_run import PHASES, Plan
 
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 
 _LONGEST_S = 60.0
 _PATIENCE_S = 0.2  # that a launcher has with ranks whose neighbour is gone

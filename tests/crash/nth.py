@@ -55,7 +55,8 @@ from supervisor import CALLS, Entry, Rule, Supervised, Supervisor, hold, rules_f
 import tiermem
 from tiermem.checkpoint.survey import survey
 from tiermem.config.load import load_config
-from tiermem.swap import native, queue
+from tiermem.swap.base import native
+from tiermem.swap.disk import queue
 
 LONGEST_S = 60.0
 ALLOCATIONS = (

@@ -36,7 +36,7 @@ from killed_ranks import Begin, Death, errors_of, fresh, in_fork, run_ranks
 from small_run import PHASES, Plan, Said, Small, config_of, digest, lines_of, step_once
 
 from tiermem.checkpoint.format.finding import known_latest
-from tiermem.swap.run_folder import has_saved
+from tiermem.swap.disk.run_folder import has_saved
 from tiermem.tools.cli import main as tiermem_command
 
 _NEW = r"([0-9a-f]{12}\.)?"

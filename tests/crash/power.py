@@ -3,10 +3,10 @@
     file      its bytes when its last sync began         folder    its names when its last sync began
     and since then    each sector may have arrived                 and each change of its names, up to any of them
 
-A run tells of its durable steps (tiermem.swap.durable); `Disk` notes beside the run's folders what each sync has made lasting,
-and what the names were after each change. After the run's death `fail` makes the folders what a power failure would have left
-of them: nothing that was not synced, or a random part of it, sector by sector, and the changes of each folder up to a random
-one. A folder's names lead to files by inode, so that a rename that was not synced is undone.
+A run tells of its durable steps (tiermem.swap.disk.durable); `Disk` notes beside the run's folders what each sync has made
+lasting, and what the names were after each change. After the run's death `fail` makes the folders what a power failure would
+have left of them: nothing that was not synced, or a random part of it, sector by sector, and the changes of each folder up
+to a random one. A folder's names lead to files by inode, so that a rename that was not synced is undone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 
 SECTOR = 512
 Loss = Literal["all", "some"]

@@ -15,11 +15,11 @@ from typing import Any
 from tiermem.checkpoint.saving import commit, publish
 from tiermem.checkpoint.saving.commit import Commits
 from tiermem.optim.tiles import StateTiles
-from tiermem.swap import durable
-from tiermem.swap.files import Segment
-from tiermem.swap.run_folder import SEGMENT, RunFolder
-from tiermem.swap.store import TensorStore
-from tiermem.zero.step_run import StepRun
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.files import Segment
+from tiermem.swap.disk.run_folder import SEGMENT, RunFolder
+from tiermem.swap.store.store import TensorStore
+from tiermem.weights.step_run import StepRun
 
 
 def counts_come_before_the_mark() -> None:

@@ -16,7 +16,7 @@ from forks import forked
 from harness import totals_of
 from supervisor import Rule, Supervisor, hold, why_not
 
-from tiermem.swap.native import WRITE, IoSettings, Op, Queue
+from tiermem.swap.base.native import WRITE, IoSettings, Op, Queue
 
 _WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)

@@ -18,9 +18,9 @@ from twins import VOCAB, assert_same_tensors, batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy
-from tiermem.swap.program import Program
-from tiermem.zero.chain import NoChainError
-from tiermem.zero.hooks import Hooks
+from tiermem.run.chain import NoChainError
+from tiermem.run.hooks import Hooks
+from tiermem.swap.program.program import Program
 
 SCRIPT = Path(__file__).parent / "layerwise_on_ranks.py"
 

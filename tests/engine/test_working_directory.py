@@ -15,8 +15,8 @@ from torch import nn
 
 import tiermem
 from tiermem.config import load_config
-from tiermem.swap.tier import Tier
-from tiermem.zero.shards import Shards
+from tiermem.run.shards import Shards
+from tiermem.swap.base.tier import Tier
 
 NVME = {"device": "nvme", "nvme_path": "nvme"}
 CONFIG: dict[str, Any] = {

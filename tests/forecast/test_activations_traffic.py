@@ -20,12 +20,12 @@ from tiermem.forecast.loads import gradient_traffic, torch_traffic
 from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import DEVICE_TO_HOST, HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST
 from tiermem.optim.tile import sent_bytes
+from tiermem.plans.budget import make_plan
+from tiermem.plans.plan import Plan
 from tiermem.precision import Precision
-from tiermem.zero.budget import make_plan
-from tiermem.zero.plan import Plan
-from tiermem.zero.state_layout import StateLayout
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import divide
+from tiermem.ranks.topology import Topology
+from tiermem.units.state_layout import StateLayout
+from tiermem.units.unit import divide
 
 WIDEN, NARROW = 8 + 6 + 8 + 8 + 8, 8 + 8 + 8 + 6  # master, gradient, its scale, moments; moments, master, weight
 FIRST, SECOND = 12 + 8 + 12, 8 + 8 + 8 + 12  # m + (g - m) x; v x + g g x
@@ -133,7 +133,7 @@ def test_inputs_move_as_many_bytes_beside_a_step_that_goes_on(home: Tier) -> Non
 
 
 def test_a_step_and_a_norm_move_the_bytes_of_their_operations() -> None:
-    """Counted by hand from swap/torch_step.py: what each operation reads and writes of an element."""
+    """Counted by hand from swap/kernels/torch_step.py: what each operation reads and writes of an element."""
     bf16, fp32 = torch.bfloat16, torch.float32
     assert torch_traffic(StateLayout(bf16, Precision(), 2), bf16) == EXACT
     scaled = 3 * 8 + 4 * 12 + 8 + 12  # sgd with a momentum: its sums and products

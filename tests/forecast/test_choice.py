@@ -12,9 +12,9 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Rates, choose
 from tiermem.forecast.rates import Compute
-from tiermem.zero.budget import make_plan
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import divide
+from tiermem.plans.budget import make_plan
+from tiermem.ranks.topology import Topology
+from tiermem.units.unit import divide
 
 SLOW_DISK = Rates(disk_read_bytes_s=0.5e9, disk_write_bytes_s=4e9)
 FAST_DISK = Rates(disk_read_bytes_s=40e9, disk_write_bytes_s=5e9)

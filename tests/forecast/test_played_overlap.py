@@ -15,11 +15,11 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Forecast, Rates, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import HOST_TO_NVME, NVME_TO_HOST
+from tiermem.plans.budget import make_plan
+from tiermem.plans.plan import Plan
 from tiermem.precision import Precision
-from tiermem.zero.budget import make_plan
-from tiermem.zero.plan import Plan
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import divide
+from tiermem.ranks.topology import Topology
+from tiermem.units.unit import divide
 
 HOMES: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "persistence_numel": 50, "tile_numel": 4096}
 RATES = Rates(1e9, 2e9, kernel_bytes_s=1e12, use_s=0.0, tile_s=0.0)

@@ -17,10 +17,10 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Forecast, Rates, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import HOST_TO_NVME, NVME_TO_HOST
+from tiermem.plans.budget import make_plan
 from tiermem.precision import Precision
-from tiermem.zero.budget import make_plan
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import divide
+from tiermem.ranks.topology import Topology
+from tiermem.units.unit import divide
 
 RATES = Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=2e9)
 ALL_ON_NVME = {"overlap": "none", "params": Tier.NVME, "optim": Tier.NVME, "persistence_numel": 50, "tile_numel": 4096}

@@ -10,7 +10,7 @@ from twins import seeded
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import uses_of
 from tiermem.forecast.rates import Compute
-from tiermem.zero.unit import divide
+from tiermem.units.unit import divide
 
 
 def total(model: nn.Module, persistence_numel: int, compute: Compute) -> tuple[float, float]:

@@ -16,8 +16,8 @@ from twins import Block, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.swap.accelerator import is_accelerator, reset_peak, usage
-from tiermem.zero.quantised import FORMATS, pack, unpack
+from tiermem.swap.memory.accelerator import is_accelerator, reset_peak, usage
+from tiermem.units.quantised import FORMATS, pack, unpack
 
 pytestmark = pytest.mark.gpu
 

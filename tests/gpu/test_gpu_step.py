@@ -9,10 +9,10 @@ import pytest
 import torch
 from test_torch_step import BF16, F16, F32, MASTERS, MOMENT_DTYPES, RULES, copy_of, is_same, parts_of, tensors_of
 
-from tiermem.swap.accelerator import runs_triton
-from tiermem.swap.native import NORM_BLOCK, Workers, optimizer_step
-from tiermem.swap.parts import Dither
-from tiermem.swap.torch_step import block_sums_in_torch, step_in_torch
+from tiermem.swap.base.native import NORM_BLOCK, Workers, optimizer_step
+from tiermem.swap.base.parts import Dither
+from tiermem.swap.kernels.torch_step import block_sums_in_torch, step_in_torch
+from tiermem.swap.memory.accelerator import runs_triton
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ def test_a_step_gives_the_bits_of_the_cpu(
     if form == "triton":
         if not runs_triton(device):
             pytest.skip(f"torch operations step {device.type}")
-        step_there, every = pytest.importorskip("tiermem.swap.triton_step").launch, _EVERY
+        step_there, every = pytest.importorskip("tiermem.swap.kernels.triton_step").launch, _EVERY
     rule, num_moments = RULES[name]
     kinds = MOMENT_DTYPES if num_moments else MOMENT_DTYPES[:1]
     combinations = list(itertools.product(MASTERS, kinds, (False, True)))
@@ -78,7 +78,7 @@ def test_sums_of_squares_have_the_bits_of_the_cpu(
     if form == "triton":
         if not runs_triton(device):
             pytest.skip(f"torch operations add squares on {device.type}")
-        sums_there = pytest.importorskip("tiermem.swap.triton_sums").launch
+        sums_there = pytest.importorskip("tiermem.swap.kernels.triton_sums").launch
     for first, numel in itertools.product((0, 5, NORM_BLOCK - 1, 3 * NORM_BLOCK), (1, 5003, NORM_BLOCK, 5_000_000)):
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
         for broken in (None, 0, numel - 1):

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tiermem
 from tiermem import OffloadPolicy
 from tiermem.integrations import pretrained
-from tiermem.weights import load_safetensors
+from tiermem.weights_io import load_safetensors
 from tiermem.zero import ZeroParamStatus
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ import torch
 from tiny_models import build
 from trainings import TiermemTrainer, Trainer, assert_equal, on_nvme, train
 
-from tiermem.zero.quantised import NF4, pack, unpack
+from tiermem.units.quantised import NF4, pack, unpack
 
 
 def adapted() -> Any:

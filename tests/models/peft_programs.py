@@ -16,8 +16,8 @@ from torch import nn
 from twins import loss_of
 
 from tiermem.integrations.peft import merge_and_unload
+from tiermem.units.quantised import NF4, pack, unpack
 from tiermem.zero import GatheredParameters
-from tiermem.zero.quantised import NF4, pack, unpack
 
 
 def adapted(**fields: Any) -> Any:

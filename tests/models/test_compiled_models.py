@@ -1,6 +1,7 @@
 """Does torch.compile, used as in plain PyTorch, train sharded models to the same bits, with as many graphs?
 
-Hooks stay outside of graphs (tiermem/zero/backward_marks.py). engine.compile() is asked in tests/engine/test_engine_compile.py.
+Hooks stay outside of graphs (tiermem/weights/backward_marks.py). engine.compile() is asked in
+tests/engine/test_engine_compile.py.
 """
 
 from __future__ import annotations

@@ -41,39 +41,39 @@ _RANKS = [
 _BOTH = [_RANKS[0], *_PARITY]
 _PAIR = "tests/accelerator/test_ranks.py::test_two_ranks_on_devices_compute_what_they_compute_on_cpus"
 TESTS = {
-    "tiermem/zero/unit_memory.py": [
+    "tiermem/weights/unit_memory.py": [
         *_BOTH,
         "tests/accelerator/test_failed_transfers.py",
         "tests/zero/test_weights_outside_forward.py",
     ],
-    "tiermem/zero/unit_state.py": [
+    "tiermem/weights/unit_state.py": [
         *_BOTH,
         "tests/accelerator/test_failed_transfers.py",
         "tests/accelerator/test_ranks.py::test_a_mutant_is_seen",
     ],
-    "tiermem/zero/gather.py": [*_RANKS, _PAIR],
-    "tiermem/zero/packed.py": _RANKS,
-    "tiermem/zero/reduce.py": [*_RANKS, "tests/accelerator/test_device_budget.py"],
-    "tiermem/zero/collectives.py": [
+    "tiermem/wires/gather.py": [*_RANKS, _PAIR],
+    "tiermem/wires/packed.py": _RANKS,
+    "tiermem/wires/reduce.py": [*_RANKS, "tests/accelerator/test_device_budget.py"],
+    "tiermem/ranks/collectives.py": [
         *_RANKS,
         "tests/ranks/test_mesh_on_ranks.py",
         "tests/ranks/test_grads_on_ranks.py",
         "tests/zero/test_init_on_ranks.py",
     ],
-    "tiermem/zero/values.py": _BOTH,
-    "tiermem/zero/gradient_link.py": _BOTH,
-    "tiermem/zero/gradient_store.py": _BOTH,
-    "tiermem/zero/gradients.py": [*_BOTH, "tests/ranks/test_grads_on_ranks.py"],
-    "tiermem/zero/activations.py": _PARITY,
-    "tiermem/zero/step_run.py": _PARITY,
-    "tiermem/zero/settle.py": [*_BOTH, "tests/zero/test_weights.py"],
+    "tiermem/weights/values.py": _BOTH,
+    "tiermem/gradients/gradient_link.py": _BOTH,
+    "tiermem/gradients/gradient_store.py": _BOTH,
+    "tiermem/gradients/gradients.py": [*_BOTH, "tests/ranks/test_grads_on_ranks.py"],
+    "tiermem/run/activations.py": _PARITY,
+    "tiermem/weights/step_run.py": _PARITY,
+    "tiermem/run/settle.py": [*_BOTH, "tests/zero/test_weights.py"],
     "tiermem/optim/tile_stream.py": ["tests/accelerator/test_sent_tiles.py", _PARITY[0]],
     "tiermem/optim/tile_step.py": _PARITY,
     "tiermem/optim/tiles.py": [*_PARITY, "tests/optim/test_precision_states.py"],
-    "tiermem/swap/accelerator.py": _PARITY,
-    "tiermem/swap/device_memory.py": [_PAIR, *_PARITY, "tests/accelerator/test_offload_states.py"],
-    "tiermem/swap/device_copy.py": ["tests/swap/test_device_copy.py", *_PARITY],
-    "tiermem/swap/program.py": ["tests/swap/test_program.py", *_PARITY],
+    "tiermem/swap/memory/accelerator.py": _PARITY,
+    "tiermem/swap/memory/device_memory.py": [_PAIR, *_PARITY, "tests/accelerator/test_offload_states.py"],
+    "tiermem/swap/store/device_copy.py": ["tests/swap/test_device_copy.py", *_PARITY],
+    "tiermem/swap/program/program.py": ["tests/swap/test_program.py", *_PARITY],
 }
 """The quick tests that concern a file, in the order in which they are run until one fails."""
 _WAITS = {

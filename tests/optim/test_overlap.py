@@ -35,12 +35,12 @@ from tiermem.state_access import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from tiermem.swap.errors import CorruptionError
-from tiermem.swap.native import READ, WRITE, TransferError
-from tiermem.swap.places import TileRanges
-from tiermem.swap.program import Program
-from tiermem.zero.state_layout import MASTER
-from tiermem.zero.unit_state import UnitState
+from tiermem.swap.base.errors import CorruptionError
+from tiermem.swap.base.native import READ, WRITE, TransferError
+from tiermem.swap.program.program import Program
+from tiermem.swap.store.places import TileRanges
+from tiermem.units.state_layout import MASTER
+from tiermem.weights.unit_state import UnitState
 
 __all__ = ["sim"]
 Optim = tiermem.AdamW

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tiermem.precision import PRESETS, Precision
-from tiermem.swap.parts import Quantised
-from tiermem.zero.state_layout import StateLayout, StateViews, is_positive
+from tiermem.swap.base.parts import Quantised
+from tiermem.units.state_layout import StateLayout, StateViews, is_positive
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 NUMEL = 3 * 4096

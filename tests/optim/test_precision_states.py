@@ -13,8 +13,8 @@ from twins import Tower, assert_same_tensors, loss_of, seeded, states_of, train_
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
 from tiermem.precision import PRESETS, Precision
+from tiermem.units.state_layout import MASTER
 from tiermem.zero import Init
-from tiermem.zero.state_layout import MASTER
 
 PRECISIONS = PRESETS | {
     "stochastic bf16": Precision("bf16", "bf16"),

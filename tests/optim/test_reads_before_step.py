@@ -16,7 +16,7 @@ import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import TilePass
-from tiermem.zero.registry import owner_of
+from tiermem.units.registry import owner_of
 
 NUM_BUFFERS = 3
 

@@ -16,7 +16,7 @@ from twins import Tower, assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
-from tiermem.swap.arena import BudgetError
+from tiermem.swap.memory.arena import BudgetError
 
 NUMEL = sum(p.numel() for p in Tower().parameters())
 

@@ -15,8 +15,8 @@ from twins import Tower, assert_same_tensors, loss_of, seeded, train_steps
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.optim.tile_step import TilePass
-from tiermem.zero.state_layout import MASTER
-from tiermem.zero.unit_memory import apart
+from tiermem.units.state_layout import MASTER
+from tiermem.weights.unit_memory import apart
 
 MOMENTS = {"num_moments": 3}
 

@@ -28,13 +28,13 @@ import tiermem
 import tiermem.checkpoint
 from tiermem import OffloadPolicy, Tier
 from tiermem.optim.tentative import History
+from tiermem.plans import budget
+from tiermem.ranks.topology import Topology
 from tiermem.state_access import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_grad
-from tiermem.swap import files
-from tiermem.swap.errors import CorruptionError
-from tiermem.swap.store import TensorStore
-from tiermem.zero import budget
-from tiermem.zero.step_run import overlap_of
-from tiermem.zero.topology import Topology
+from tiermem.swap.base.errors import CorruptionError
+from tiermem.swap.disk import files
+from tiermem.swap.store.store import TensorStore
+from tiermem.weights.step_run import overlap_of
 
 __all__ = ["mount"]
 NUM_STEPS = 6

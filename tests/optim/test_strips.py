@@ -14,9 +14,9 @@ from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import TilePass
 from tiermem.precision import PRESETS
-from tiermem.swap.ranges import Column
-from tiermem.zero import state_layout
-from tiermem.zero.state_layout import MASTER
+from tiermem.swap.base.ranges import Column
+from tiermem.units import state_layout
+from tiermem.units.state_layout import MASTER
 
 TILE = 1 << 19
 """Elements; of 8-bit moments two strips of pages."""

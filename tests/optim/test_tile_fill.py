@@ -12,8 +12,8 @@ import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
 from tiermem.optim.tile_work import Places
 from tiermem.precision import Precision
-from tiermem.swap.native import narrow_part
-from tiermem.zero.state_layout import is_positive
+from tiermem.swap.base.native import narrow_part
+from tiermem.units.state_layout import is_positive
 
 
 def started(folder: Path, preset: str, home: Tier, tile_numel: int) -> tuple[Shards, tiermem.AdamW]:

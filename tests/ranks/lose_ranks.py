@@ -22,8 +22,11 @@ from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier, checkpoint
-from tiermem.zero import Init, agreement, failures, gather
-from tiermem.zero.failures import Watch
+from tiermem.plans import agreement
+from tiermem.ranks import failures
+from tiermem.ranks.failures import Watch
+from tiermem.wires import gather
+from tiermem.zero import Init
 
 NUM_STEPS = 6
 TIERS = {"memory": Tier.HOST, "nvme": Tier.NVME}

@@ -104,7 +104,7 @@ def test_a_unit_is_one_reduce_scatter_of_ranks_times_its_share(case: str, found:
     sent = payloads(found, case)
     assert {unit: size for _, unit, size in sent} == expected
     assert len(sent) == len(expected)
-    assert {op for op, _, _ in sent} == {"all_to_all_single"}  # between CPUs; see zero/reduce.py
+    assert {op for op, _, _ in sent} == {"all_to_all_single"}  # between CPUs; see wires/reduce.py
 
 
 def test_stage_0_is_one_all_reduce_of_the_unit(found: Found) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tiermem.zero.heartbeat import Heartbeat
+from tiermem.ranks.heartbeat import Heartbeat
 
 INTERVAL_S = 0.02
 

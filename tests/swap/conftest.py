@@ -13,9 +13,9 @@ from aio_events import aio_events
 from lies import Lies
 from mounts import mount as mount
 
-from tiermem.swap.native import Fault, IoSettings, Queue
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.store import TensorStore
+from tiermem.swap.base.native import Fault, IoSettings, Queue
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.store.store import TensorStore
 
 ENGINES = ("uring", "aio", "threads")
 

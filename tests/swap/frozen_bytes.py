@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tiermem.swap.entry import Freeze
-from tiermem.swap.store import TensorStore
+from tiermem.swap.store.entry import Freeze
+from tiermem.swap.store.store import TensorStore
 
 
 def on_disk(freeze: Freeze, name: str, num_bytes: int, start: int = 0) -> bytes:

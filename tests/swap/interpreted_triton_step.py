@@ -32,11 +32,11 @@ from test_torch_step import (
     workers,
 )
 
-from tiermem.swap import triton_step, triton_sums
-from tiermem.swap.native import NORM_BLOCK, Workers
-from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule
-from tiermem.swap.torch_step import block_sums_in_torch, step_in_torch
-from tiermem.swap.triton_step import launch, step_in_triton
+from tiermem.swap.base.native import NORM_BLOCK, Workers
+from tiermem.swap.base.parts import Dither, Quantised, StepParts, StepRule
+from tiermem.swap.kernels import triton_step, triton_sums
+from tiermem.swap.kernels.torch_step import block_sums_in_torch, step_in_torch
+from tiermem.swap.kernels.triton_step import launch, step_in_triton
 
 __all__ = ["workers"]
 assert_same_steps = functools.partial(torch_tests.assert_same_steps, step_ours=launch)

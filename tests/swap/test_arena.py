@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.swap import arena as arena_module
-from tiermem.swap.arena import HUGE_BYTES, PAGE_BYTES, Arena, BudgetError
-from tiermem.swap.native import Map
+from tiermem.swap.base.native import Map
+from tiermem.swap.memory import arena as arena_module
+from tiermem.swap.memory.arena import HUGE_BYTES, PAGE_BYTES, Arena, BudgetError
 
 
 def resident_bytes(address: int, num_bytes: int) -> int:
@@ -178,7 +178,7 @@ def test_forked_child_does_not_have_the_memory_and_unmaps_nothing() -> None:
 
 
 def test_process_that_forgets_its_arena_ends_quietly() -> None:
-    script = "from tiermem.swap.arena import Arena\nkept = Arena(1 << 20).take(5).tensor\nother = Arena(1 << 20)"
+    script = "from tiermem.swap.memory.arena import Arena\nkept = Arena(1 << 20).take(5).tensor\nother = Arena(1 << 20)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

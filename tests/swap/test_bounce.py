@@ -11,12 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.move import Move
-from tiermem.swap.native import Fault, IoSettings, TransferError
-from tiermem.swap.resources import UnderWay
-from tiermem.swap.store import TensorStore
-from tiermem.swap.stream import Bounce
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import Fault, IoSettings, TransferError
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.store.move import Move
+from tiermem.swap.store.resources import UnderWay
+from tiermem.swap.store.store import TensorStore
+from tiermem.swap.store.stream import Bounce
 
 NUM_BYTES = 70_000
 EDGES = st.sampled_from([0, 1, 4095, 4096, 4097, 8191, 8192, 12288, 40_000, NUM_BYTES - 1, NUM_BYTES])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.checksum import crc32c, crc32c_combine
-from tiermem.swap.native import Workers, crc32c_of
+from tiermem.swap.base.native import Workers, crc32c_of
+from tiermem.swap.store.checksum import crc32c, crc32c_combine
 
 
 def test_the_check_value_of_crc32c() -> None:

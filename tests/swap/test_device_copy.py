@@ -11,8 +11,8 @@ from accelerator.fixture import sim
 from accelerator.mutants import Mutant, applied
 
 from tiermem import Tier
-from tiermem.swap.device_copy import DeviceCopy
-from tiermem.swap.store import TensorStore
+from tiermem.swap.store.device_copy import DeviceCopy
+from tiermem.swap.store.store import TensorStore
 
 __all__ = ["sim"]
 NUM = 3000

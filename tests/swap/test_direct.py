@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap import direct, native
-from tiermem.swap.direct import open_direct, open_unnamed, preallocate, probe_path
-from tiermem.swap.durable import Owned
-from tiermem.swap.files import Files
-from tiermem.swap.store import TensorStore
-from tiermem.swap.stream import FileReader
-from tiermem.swap.tier import Tier
+from tiermem.swap.base import native
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk import direct
+from tiermem.swap.disk.direct import open_direct, open_unnamed, preallocate, probe_path
+from tiermem.swap.disk.durable import Owned
+from tiermem.swap.disk.files import Files
+from tiermem.swap.store.store import TensorStore
+from tiermem.swap.store.stream import FileReader
 
 Pattern = Callable[..., torch.Tensor]
 REFUSED = [

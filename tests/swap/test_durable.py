@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.swap import durable
-from tiermem.swap.durable import Step
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.durable import Step
 
 
 class Stopped(Exception):

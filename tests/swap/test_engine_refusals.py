@@ -21,7 +21,7 @@ import pytest
 import torch
 from aio_events import aio_events
 
-from tiermem.swap.native import READ, WRITE, IoSettings, Map, Op, Queue
+from tiermem.swap.base.native import READ, WRITE, IoSettings, Map, Op, Queue
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYSTEM_CALLS = {"x86_64": (206, 207, 126), "aarch64": (0, 1, 91)}  # io_setup, io_destroy, capset

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.arena import Arena
-from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Op, Queue
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import READ, SYNC, WRITE, IoSettings, Op, Queue
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.store.store import TensorStore
 
 ENGINES = ("uring", "aio", "threads")
 SIZES = (0, 1, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1)

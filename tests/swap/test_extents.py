@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.swap.ranges import FreeRanges
+from tiermem.swap.base.ranges import FreeRanges
 
 
 def test_lowest_range_that_is_long_enough_is_cut() -> None:

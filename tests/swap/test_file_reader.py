@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap import stream as reader_module
-from tiermem.swap.native import Answer, Op, Queue, TransferError
-from tiermem.swap.stream import FileReader
+from tiermem.swap.base.native import Answer, Op, Queue, TransferError
+from tiermem.swap.store import stream as reader_module
+from tiermem.swap.store.stream import FileReader
 
 Pattern = Callable[..., torch.Tensor]
 PIECE = 4 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.stream import FileWriter
+from tiermem.swap.store.stream import FileWriter
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, (1 << 20) + 1, (5 << 20) + 123])

@@ -18,12 +18,12 @@ from forks import forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap import run_folder
-from tiermem.swap.direct import file_system_of, probe_path
-from tiermem.swap.files import Extent, Files
-from tiermem.swap.native import IoSettings
-from tiermem.swap.run_folder import remove_dead_runs
-from tiermem.swap.tier import ALIGNMENT
+from tiermem.swap.base.native import IoSettings
+from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.disk import run_folder
+from tiermem.swap.disk.direct import file_system_of, probe_path
+from tiermem.swap.disk.files import Extent, Files
+from tiermem.swap.disk.run_folder import remove_dead_runs
 
 MIB = 1 << 20
 
@@ -202,7 +202,7 @@ def test_used_up_quota_sends_extents_to_the_other_path_and_is_named_where_there_
 
 def test_file_size_limit_of_the_process_is_an_error_not_a_signal(tmp_path: Path) -> None:
     script = (
-        "import resource, sys, pathlib; from tiermem.swap.files import Files\n"
+        "import resource, sys, pathlib; from tiermem.swap.disk.files import Files\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({2 * MIB}, {2 * MIB}))\n"
         f"files = Files([pathlib.Path({str(tmp_path)!r})])\n"
         "try: files.allocate(8 << 20)\n"
@@ -307,7 +307,9 @@ def test_folder_holds_lock_and_segment_while_the_run_lives(files: Files, tmp_pat
 
 
 def test_live_runs_are_not_reported_dead(files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    script = "import sys; from pathlib import Path; from tiermem.swap.files import Files; Files([Path(sys.argv[1])])"
+    script = (
+        "import sys; from pathlib import Path; from tiermem.swap.disk.files import Files; Files([Path(sys.argv[1])])"
+    )
     with caplog.at_level(logging.WARNING, "tiermem"):
         second = Files([tmp_path])
         other = fork_server.run(["-c", script, str(tmp_path)])

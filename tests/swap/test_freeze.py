@@ -16,11 +16,11 @@ from frozen_bytes import content, on_disk, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.entry import Freeze, NoSlotError
-from tiermem.swap.native import Blocks, Fault, IoSettings, Queue
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import Blocks, Fault, IoSettings, Queue
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.store.entry import Freeze, NoSlotError
+from tiermem.swap.store.store import TensorStore
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]

@@ -13,11 +13,11 @@ import torch
 from frozen_bytes import content, on_disk, write
 from lies import Lies
 
-from tiermem.swap import durable
-from tiermem.swap.native import Fault
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import Fault
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.store.store import TensorStore
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]

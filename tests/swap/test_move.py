@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.arena import Arena
-from tiermem.swap.move import Later, Move
-from tiermem.swap.native import BACKGROUND, READ, URGENT, WRITE, Answer, Fault, IoSettings, Op, TransferError
-from tiermem.swap.queue import Queues, Recorder
+from tiermem.swap.base.native import BACKGROUND, READ, URGENT, WRITE, Answer, Fault, IoSettings, Op, TransferError
+from tiermem.swap.disk.queue import Queues, Recorder
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.store.move import Later, Move
 
 
 class FakeQueue:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiermem.swap.native import NUM_LATENCY_BUCKETS, READ, WRITE, IoSettings, Map, Op, Queue
+from tiermem.swap.base.native import NUM_LATENCY_BUCKETS, READ, WRITE, IoSettings, Map, Op, Queue
 from tiermem.tools.bench.io_report import latency_quantiles
 
 

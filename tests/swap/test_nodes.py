@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.swap.arena import Arena
-from tiermem.swap.nodes import deal_cores, node_of_cores, node_of_pci, parse_cores, read_nodes
-from tiermem.zero import topology
-from tiermem.zero.topology import fair_cores, near_workers
+from tiermem.ranks import topology
+from tiermem.ranks.topology import fair_cores, near_workers
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.memory.nodes import deal_cores, node_of_cores, node_of_pci, parse_cores, read_nodes
 
 TWO = {0: frozenset(range(8)), 1: frozenset(range(8, 16))}
 WOVEN = {0: frozenset(range(0, 16, 2)), 1: frozenset(range(1, 16, 2))}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tiermem.swap.native import Workers, choose_isa, narrow_part, optimizer_step, widen_part
-from tiermem.swap.parts import MOMENTS, Dither, Moment, Quantised, StepParts, StepRule, num_scales
+from tiermem.swap.base.native import Workers, choose_isa, narrow_part, optimizer_step, widen_part
+from tiermem.swap.base.parts import MOMENTS, Dither, Moment, Quantised, StepParts, StepRule, num_scales
 
 ADAMW = StepRule(
     "adamw", step_size=0.02, decay=0.997, grad_scale=0.5, beta1=0.9, beta2=0.95, eps=1e-8, inv_sqrt_bias2=3.1

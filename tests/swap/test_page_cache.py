@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.direct import probe_path
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.direct import probe_path
+from tiermem.swap.store.store import TensorStore
 
 
 def cached_share(file: Path) -> float:

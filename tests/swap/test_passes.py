@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.swap.direct import open_unnamed
-from tiermem.swap.native import READ, SYNC, WRITE, Blocks, IoSettings, Op
-from tiermem.swap.passes import MODES, Passes, Quota, memory_bytes, mixed_rate
+from tiermem.swap.base.native import READ, SYNC, WRITE, Blocks, IoSettings, Op
+from tiermem.swap.disk.direct import open_unnamed
+from tiermem.swap.disk.passes import MODES, Passes, Quota, memory_bytes, mixed_rate
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.swap import passes
-from tiermem.swap.native import IoSettings
-from tiermem.swap.passes import weigh
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import IoSettings
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk import passes
+from tiermem.swap.disk.passes import weigh
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.store.store import TensorStore
 
 MIB = 1 << 20
 

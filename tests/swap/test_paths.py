@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.files import Extent, Files
-from tiermem.swap.paths import NvmePath, as_paths, deal_shares
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import ALIGNMENT, Tier
+from tiermem.swap.base.tier import ALIGNMENT, Tier
+from tiermem.swap.disk.files import Extent, Files
+from tiermem.swap.disk.paths import NvmePath, as_paths, deal_shares
+from tiermem.swap.store.store import TensorStore
 
 MIB = 1 << 20
 Pattern = Callable[..., torch.Tensor]

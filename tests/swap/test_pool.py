@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiermem.swap.arena import PAGE_BYTES, Arena, BudgetError, Pool
+from tiermem.swap.memory.arena import PAGE_BYTES, Arena, BudgetError, Pool
 
 
 def test_pool_carves_all_its_buffers_at_once() -> None:

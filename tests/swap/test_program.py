@@ -19,17 +19,17 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.arena import Pool, Slot
-from tiermem.swap.checksum import Pieces, Range, Verify
-from tiermem.swap.entry import Freeze, NoSlotError
-from tiermem.swap.errors import DamagedEntry
-from tiermem.swap.native import Fault, IoSettings, TransferError, Workers, optimizer_step
-from tiermem.swap.parts import StepParts, StepRule
-from tiermem.swap.program import Program
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
-from tiermem.swap.tile_plan import KernelStep, NativeStep, TilePlan, TilePlans, TileWork
-from tiermem.swap.tile_program import TileProgram
+from tiermem.swap.base.errors import DamagedEntry
+from tiermem.swap.base.native import Fault, IoSettings, TransferError, Workers, optimizer_step
+from tiermem.swap.base.parts import StepParts, StepRule
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.base.tile_program import TileProgram
+from tiermem.swap.memory.arena import Pool, Slot
+from tiermem.swap.program.program import Program
+from tiermem.swap.program.tile_plan import KernelStep, NativeStep, TilePlan, TilePlans, TileWork
+from tiermem.swap.store.checksum import Pieces, Range, Verify
+from tiermem.swap.store.entry import Freeze, NoSlotError
+from tiermem.swap.store.store import TensorStore
 
 NUMEL = 8192
 TILE_BYTES = 8 * NUMEL  # a weight and a momentum in fp32

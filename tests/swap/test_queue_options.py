@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.native import READ, SYNC, WRITE, Blocks, IoSettings, Map, Op, Queue, TransferError
+from tiermem.swap.base.native import READ, SYNC, WRITE, Blocks, IoSettings, Map, Op, Queue, TransferError
 
 BLOCK = 4096
 NUM_BLOCKS = 400

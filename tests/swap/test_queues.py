@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap import queue as queues_module
-from tiermem.swap.arena import Arena
-from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Answer, Blocks, Fault, IoSettings, Op, TransferError
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import InFlight, Queues, Recorder, add_counters
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import READ, WRITE, Answer, Blocks, Fault, IoSettings, Op, TransferError
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk import queue as queues_module
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.disk.queue import InFlight, Queues, Recorder, add_counters
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.store.move import Move
+from tiermem.swap.store.store import TensorStore
 
 A, B = 30, 40  # descriptors; no file is touched
 

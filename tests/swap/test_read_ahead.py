@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap import stream as read_ahead_module
-from tiermem.swap.arena import Arena
-from tiermem.swap.ranges import FileRange
-from tiermem.swap.stream import ReadAhead
+from tiermem.swap.base.ranges import FileRange
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.store import stream as read_ahead_module
+from tiermem.swap.store.stream import ReadAhead
 
 Pattern = Callable[..., torch.Tensor]
 AREA = 1 << 16

@@ -41,13 +41,13 @@ import pytest
 import torch
 from lies import Lies
 
-from tiermem.swap.arena import Arena
-from tiermem.swap.native import READ, WRITE, IoSettings, Map, Op, Queue, TransferError
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.ranges import FileRange
-from tiermem.swap.store import TensorStore
-from tiermem.swap.stream import FileReader, ReadAhead
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import READ, WRITE, IoSettings, Map, Op, Queue, TransferError
+from tiermem.swap.base.ranges import FileRange
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.store.store import TensorStore
+from tiermem.swap.store.stream import FileReader, ReadAhead
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tiermem.swap import queue
-from tiermem.swap.queue import Event, Meter, Recorder, StoreStats
+from tiermem.swap.disk import queue
+from tiermem.swap.disk.queue import Event, Meter, Recorder, StoreStats
 
 
 def test_newest_events_are_kept_and_waiting_is_summed_over_all() -> None:

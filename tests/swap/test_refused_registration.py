@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.swap import accelerator
-from tiermem.swap.accelerator import PageLock
-from tiermem.swap.ranges import ByteRange
+from tiermem.swap.base.ranges import ByteRange
+from tiermem.swap.memory import accelerator
+from tiermem.swap.memory.accelerator import PageLock
 
 SLOT = 4096
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 from forked import Inside, fork
 
-from tiermem.swap import durable, run_folder
-from tiermem.swap.files import Files
-from tiermem.swap.run_folder import (
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk import durable, run_folder
+from tiermem.swap.disk.files import Files
+from tiermem.swap.disk.run_folder import (
     Owner,
     RunFolder,
     RunName,
@@ -32,8 +33,7 @@ from tiermem.swap.run_folder import (
     share,
     this_process,
 )
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.store.store import TensorStore
 
 
 @pytest.fixture(autouse=True)

@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.store.store import TensorStore
 
 NUM_BYTES = 3 << 20
 
 _CHILD = """
 import sys, torch
-from tiermem.swap.native import IoSettings
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import IoSettings
+from tiermem.swap.store.store import TensorStore
+from tiermem.swap.base.tier import Tier
 engine, folder = sys.argv[1:]
 with TensorStore(folder, 32 << 20, IoSettings(engine, 65536, 8)) as store:
     print("open", flush=True)

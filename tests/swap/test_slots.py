@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.entry import NoSlotError, SlotPart, Slots
+from tiermem.swap.store.entry import NoSlotError, SlotPart, Slots
 
 NUM_BYTES = 23
 BOUNDS = st.tuples(st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES)).map(lambda pair: (min(pair), max(pair)))

@@ -19,11 +19,11 @@ import torch
 from forked import Forked, Inside, fork
 from frozen_bytes import write
 
-from tiermem.swap import durable
-from tiermem.swap.native import Fault, IoSettings
-from tiermem.swap.run_folder import RunFolder, RunName, is_dead, run_folders
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import Fault, IoSettings
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.run_folder import RunFolder, RunName, is_dead, run_folders
+from tiermem.swap.store.store import TensorStore
 
 Pattern = Callable[..., torch.Tensor]
 PAGE = 4096
@@ -133,7 +133,7 @@ def test_the_check_sees_a_frozen_byte_that_was_written_over(
 ) -> None:
     expected = states(pattern)
     # as if freezes held nothing
-    monkeypatch.setattr("tiermem.swap.entry.Slots._target", lambda self, piece, is_apart: piece.current)
+    monkeypatch.setattr("tiermem.swap.store.entry.Slots._target", lambda self, piece, is_apart: piece.current)
     whole = run_until(tmp_path, expected, NEVER)
     num_steps = int(whole.hear())
     whole.end()

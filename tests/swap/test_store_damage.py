@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.native import TransferError
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import TransferError
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.store.store import TensorStore
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]

@@ -15,11 +15,11 @@ import pytest
 import torch
 from forked import Inside, fork
 
-from tiermem.swap.arena import Arena
-from tiermem.swap.move import Move
-from tiermem.swap.native import Fault, IoSettings, Queue, Workers, widen_part
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import Fault, IoSettings, Queue, Workers, widen_part
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.store.move import Move
+from tiermem.swap.store.store import TensorStore
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]
@@ -102,7 +102,7 @@ def test_store_forgotten_without_close_leaves_no_file_thread_or_descriptor(tmp_p
 
 def test_process_that_ends_without_close_leaves_no_file(tmp_path: Path) -> None:
     script = (
-        "import torch; from tiermem.swap.store import TensorStore; from tiermem.swap.tier import Tier\n"
+        "import torch; from tiermem.swap.store.store import TensorStore; from tiermem.swap.base.tier import Tier\n"
         f"store = TensorStore([{str(tmp_path)!r}], 8 << 20)\n"
         "store.put('x', torch.ones(1 << 20), Tier.NVME); store.fetch('x')"
     )
@@ -154,7 +154,7 @@ def test_engine_that_cannot_run_is_told_at_the_first_transfer(
     store.put("h", torch.ones(1), Tier.HOST)
     store.reserve("n", (5,), torch.float32, Tier.NVME)
     with monkeypatch.context() as patch:
-        patch.setattr("tiermem.swap.queue.Queue", refuse)
+        patch.setattr("tiermem.swap.disk.queue.Queue", refuse)
         with pytest.raises(OSError, match="no I/O queue"):
             store.put("x", torch.ones(5), Tier.NVME)
         with pytest.raises(OSError, match="no I/O queue"):
@@ -294,7 +294,7 @@ def test_forked_child_disturbs_nothing_and_deletes_nothing(
 
 def test_child_that_exits_by_itself_deletes_nothing(tmp_path: Path) -> None:
     script = (
-        "import os, sys, torch; from tiermem.swap.store import TensorStore; from tiermem.swap.tier import Tier\n"
+        "import os, sys, torch; from tiermem.swap.store.store import TensorStore; from tiermem.swap.base.tier import Tier\n"
         f"store = TensorStore([{str(tmp_path)!r}], 8 << 20)\n"
         "store.put('x', torch.ones(1000), Tier.NVME).wait()\n"
         "pid = os.fork()\n"

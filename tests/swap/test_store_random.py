@@ -15,11 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.arena import BudgetError
-from tiermem.swap.native import Fault, IoSettings
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import Fault, IoSettings
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.memory.arena import BudgetError
+from tiermem.swap.store.store import TensorStore
 
 HOST_BYTES = 256 << 10
 DISK_BYTES = 768 << 10

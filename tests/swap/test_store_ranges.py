@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.store.store import TensorStore
 
 Pattern = Callable[..., torch.Tensor]
 

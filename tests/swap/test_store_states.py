@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tiermem.swap.arena import BudgetError
-from tiermem.swap.native import Fault
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import Fault
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.memory.arena import BudgetError
+from tiermem.swap.store.store import TensorStore
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.checksum import ROTATION, Pieces, crc32c
-from tiermem.swap.errors import CorruptionError
-from tiermem.swap.native import Fault, Workers
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.store import TensorStore
-from tiermem.swap.stream import Bounce
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.errors import CorruptionError
+from tiermem.swap.base.native import Fault, Workers
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.store.checksum import ROTATION, Pieces, crc32c
+from tiermem.swap.store.store import TensorStore
+from tiermem.swap.store.stream import Bounce
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]

@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.checksum import Pieces, PiecesIn, PieceTable, crc32c
-from tiermem.swap.native import IoSettings
-from tiermem.swap.store import TensorStore
-from tiermem.swap.stream import Bounce
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import IoSettings
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.store.checksum import Pieces, PiecesIn, PieceTable, crc32c
+from tiermem.swap.store.store import TensorStore
+from tiermem.swap.store.stream import Bounce
 
 PAGE = 4096
 NUM_PAGES = 9

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tiermem.optim.rules import MatrixStep, step_parts
-from tiermem.swap import device_kernels, torch_step
-from tiermem.swap.native import NORM_BLOCK, Workers, narrow_part, optimizer_step, store_gradient, widen_part
-from tiermem.swap.parts import MOMENTS, Dither, Moment, Quantised, StepParts, StepRule, num_scales
-from tiermem.swap.torch_step import (
+from tiermem.swap.base.native import NORM_BLOCK, Workers, narrow_part, optimizer_step, store_gradient, widen_part
+from tiermem.swap.base.parts import MOMENTS, Dither, Moment, Quantised, StepParts, StepRule, num_scales
+from tiermem.swap.kernels import device_kernels, torch_step
+from tiermem.swap.kernels.torch_step import (
     SCRATCH_BYTES,
     block_sums_in_torch,
     narrow_in_torch,
@@ -410,7 +410,7 @@ def test_parts_of_two_devices_are_refused(workers: Workers) -> None:
 
 def test_torch_operations_step_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "tiermem.swap.triton_step", raising=False)
+    monkeypatch.delitem(sys.modules, "tiermem.swap.kernels.triton_step", raising=False)
     device_kernels._in_triton.cache_clear()
     assert device_kernels.kernels_of(torch.device("cuda", 0)) == (step_in_torch, block_sums_in_torch)
     device_kernels._in_triton.cache_clear()

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tiermem.swap.native import Fault, TransferError
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import Fault, TransferError
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.store.store import TensorStore
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]

@@ -32,15 +32,15 @@ from test_torch_step import (
     tensors_of,
 )
 
-from tiermem.swap.device_kernels import DeviceKernels, kernels_of
-from tiermem.swap.native import Workers
-from tiermem.swap.parts import Dither, StepParts
-from tiermem.swap.torch_step import step_in_torch
+from tiermem.swap.base.native import Workers
+from tiermem.swap.base.parts import Dither, StepParts
+from tiermem.swap.kernels.device_kernels import DeviceKernels, kernels_of
+from tiermem.swap.kernels.torch_step import step_in_torch
 
 triton = pytest.importorskip("triton")
 compiler = pytest.importorskip("triton.backends.compiler")
-triton_step = pytest.importorskip("tiermem.swap.triton_step")
-triton_sums = pytest.importorskip("tiermem.swap.triton_sums")
+triton_step = pytest.importorskip("tiermem.swap.kernels.triton_step")
+triton_sums = pytest.importorskip("tiermem.swap.kernels.triton_sums")
 
 Compile = Callable[..., list[Any]]
 SEVERAL = {"cuda 80": ("cuda", 80, 32), "cuda 90": ("cuda", 90, 32), "cuda 120": ("cuda", 120, 32)}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.store.store import TensorStore
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]
@@ -20,8 +20,8 @@ NUM_BYTES = 300_000
 
 _OTHER = """
 import sys, torch
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.store.store import TensorStore
+from tiermem.swap.base.tier import Tier
 with TensorStore(sys.argv[1], 8 << 20) as store:
     store.put("x", torch.full((300_000,), 9, dtype=torch.uint8), Tier.NVME).wait()
     print("put", flush=True)

@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import torch
 
-from tiermem.swap.arena import BudgetError
-from tiermem.swap.move import Move
-from tiermem.swap.native import IoSettings
-from tiermem.swap.paths import NvmePath
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import IoSettings
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.paths import NvmePath
+from tiermem.swap.memory.arena import BudgetError
+from tiermem.swap.store.move import Move
+from tiermem.swap.store.store import TensorStore
 
 _MAX_SHIFT = 8 << 20
 _LIVE_TIMES_LARGEST = 24  # bytes of tensors alive, in largest ones

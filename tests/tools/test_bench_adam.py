@@ -14,11 +14,11 @@ from rich.console import Console
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.swap.native import choose_isa
+from tiermem.ranks.topology import fair_threads
+from tiermem.swap.base.native import choose_isa
 from tiermem.tools.bench.adam import ROWS, AdamRow, bench_adam, row_of
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import AdamBenchOptions
-from tiermem.zero.topology import fair_threads
 
 NUMEL = 4096
 

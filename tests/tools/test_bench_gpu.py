@@ -278,7 +278,7 @@ def test_a_training_is_traced_on_a_device_without_kernels(tmp_path: Path) -> Non
 
 
 MEASURED = """
-from tiermem.swap.accelerator import find_device
+from tiermem.swap.memory.accelerator import find_device
 from tiermem.tools.bench.gpu_link import measure_beside_copies, measure_link
 import torch
 device, module = find_device(), torch.get_device_module("sim")
@@ -309,9 +309,9 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(
     def fails(*arguments: Any) -> None:
         raise RuntimeError("CUDA error: invalid argument")
 
-    monkeypatch.setattr("tiermem.swap.accelerator.find_device", lambda: torch.device("meta", 0))
-    monkeypatch.setattr("tiermem.swap.accelerator.is_accelerator", lambda device: True)
-    monkeypatch.setattr("tiermem.swap.accelerator.facts_of", lambda device: {"name": "NVIDIA H200"})
+    monkeypatch.setattr("tiermem.swap.memory.accelerator.find_device", lambda: torch.device("meta", 0))
+    monkeypatch.setattr("tiermem.swap.memory.accelerator.is_accelerator", lambda device: True)
+    monkeypatch.setattr("tiermem.swap.memory.accelerator.facts_of", lambda device: {"name": "NVIDIA H200"})
     monkeypatch.setattr(gpu, "measure_registration", fails)
     monkeypatch.setattr(gpu, "run_tests", lambda paths: {"not_run": "pytest is not installed"})
     file = tmp_path / "gpu.json"

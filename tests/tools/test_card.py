@@ -125,7 +125,7 @@ def test_what_a_config_names_is_kept_and_said() -> None:
 
 PROBE = """
 import time
-from tiermem.swap.accelerator import find_device
+from tiermem.swap.memory.accelerator import find_device
 from tiermem.tools.bench.gpu_link import measure_beside_copies, measure_memory
 device = find_device()
 copied, both = (measure_beside_copies(device, lambda: time.sleep(0.01), num_bytes, 1 << 20) for num_bytes in (0, 10**12))

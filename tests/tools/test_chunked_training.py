@@ -12,11 +12,11 @@ pytest.importorskip("transformers")
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.layers import chunked_loss
 from tiermem.tools import planned
 from tiermem.tools.planned import Activations, has_chunked_loss
 from tiermem.tools.prediction import build_model
 from tiermem.tools.presets import ModelSizes
-from tiermem.zero import chunked_loss
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tiermem.swap.run_folder import RunFolder, RunName
+from tiermem.swap.disk.run_folder import RunFolder, RunName
 from tiermem.tools.checkpoints import export_checkpoint
 from tiermem.tools.cli import main, spread_lists
 from tiermem.tools.options import ExportOptions, TrainOptions

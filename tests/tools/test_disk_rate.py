@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.swap.direct import open_unnamed
+from tiermem.swap.disk.direct import open_unnamed
 from tiermem.tools.bench import files
 from tiermem.tools.bench.files import DiskRate, measure_disk, measure_disks
 from tiermem.tools.check import direct_alignment

@@ -22,9 +22,9 @@ from rich.console import Console
 from saved_by_hand import latest_of, rewrite, write
 
 from tiermem.checkpoint.format.finding import read_pointer
-from tiermem.swap import native
-from tiermem.swap.run_folder import remove_dead_runs
-from tiermem.swap.store import TensorStore
+from tiermem.swap.base import native
+from tiermem.swap.disk.run_folder import remove_dead_runs
+from tiermem.swap.store.store import TensorStore
 from tiermem.tools.check import find_path
 from tiermem.tools.checkpoints import EXIT_DAMAGED, EXIT_DEAD, EXIT_UNREAD, fsck, inspect_checkpoint
 from tiermem.tools.cli import main

@@ -43,9 +43,12 @@ def test_wheel_holds_types_and_says_what_it_needs(wheel: Path) -> None:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         lines = archive.read(metadata).decode().splitlines()
-    assert {"tiermem/py.typed", "tiermem/swap/native.py", "tiermem/tools/cli.py", "_tiermem_native.abi3.so"} <= set(
-        names
-    )
+    assert {
+        "tiermem/py.typed",
+        "tiermem/swap/base/native.py",
+        "tiermem/tools/cli.py",
+        "_tiermem_native.abi3.so",
+    } <= set(names)
     assert {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")} >= {"plots", "hjson", "hf"}
     assert "cp310-abi3" in wheel.name
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 pytest.importorskip("transformers")
 
-from tiermem.swap.queue import Event
+from tiermem.swap.disk.queue import Event
 from tiermem.tools.launcher import Job
 from tiermem.tools.prediction import (
     maths_of,
@@ -144,7 +144,7 @@ def test_far_slower_products_are_told_before_the_start(monkeypatch: pytest.Monke
     from tiermem.tools.prediction import settle_compute, warn_of_compute
     from tiermem.tools.presets import preset
     from tiermem.tools.train_job import make_config
-    from tiermem.zero import compute
+    from tiermem.units import compute
 
     def config(precision: str) -> dict[str, Any]:
         return make_config(TrainOptions(offload="cpu", precision=precision))

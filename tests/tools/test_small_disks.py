@@ -13,7 +13,7 @@ from mounts import mount  # noqa: F401  (a fixture)
 pytest.importorskip("_tiermem_native")
 pytest.importorskip("transformers")
 
-from tiermem.swap.direct import file_system_of
+from tiermem.swap.disk.direct import file_system_of
 from tiermem.tools.cli import main
 from tiermem.tools.presets import preset
 

@@ -18,8 +18,8 @@ pytest.importorskip("_tiermem_native")
 
 from tiermem.config import load_config
 from tiermem.config.load import with_tuned
-from tiermem.swap.native import IoSettings, Queue
-from tiermem.swap.paths import NvmePath
+from tiermem.swap.base.native import IoSettings, Queue
+from tiermem.swap.disk.paths import NvmePath
 from tiermem.tools.bench.files import check_room
 from tiermem.tools.cli import main
 from tiermem.tools.options import TuneOptions
@@ -157,7 +157,7 @@ def test_engines_that_cannot_run_are_left_out_unless_named(monkeypatch: pytest.M
             raise OSError(errno.EPERM, "not here")
         return Queue(IoSettings("threads"))
 
-    monkeypatch.setattr("tiermem.swap.native.Queue", open_queue)
+    monkeypatch.setattr("tiermem.swap.base.native.Queue", open_queue)
     monkeypatch.setattr("tiermem.tools.tune.Queue", open_queue)
     assert engines_that_run(["auto"]) == ["aio", "threads"]
     assert engines_that_run(["threads"]) == ["threads"]

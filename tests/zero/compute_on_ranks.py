@@ -16,8 +16,8 @@ from test_compute_dtype import loss_of, policy_of, tower
 
 import tiermem
 from tiermem import Tier
-from tiermem.zero import compute
-from tiermem.zero.compute import Products
+from tiermem.units import compute
+from tiermem.units.compute import Products
 
 
 def train(nvme: Path, tier: Tier, wrong: list[str], **fields: Any) -> int:

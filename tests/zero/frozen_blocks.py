@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero.quantised import FORMATS, pack, unpack
+from tiermem.units.quantised import FORMATS, pack, unpack
 
 SMALL = 50  # elements of parameters that stay gathered
 

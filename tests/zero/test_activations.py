@@ -22,7 +22,7 @@ from twins import batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
-from tiermem.swap.errors import CorruptionError
+from tiermem.swap.base.errors import CorruptionError
 from tiermem.tools.memory_limit import open_limit
 
 INPUT_BYTES = 40 * 50 * 31 * 4  # samples x tokens x width x fp32

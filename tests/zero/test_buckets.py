@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tiermem import OffloadPolicy
-from tiermem.swap.ranges import round_up
-from tiermem.zero.reduce import Bucket, cut, largest_buffer, put_in
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Unit, divide
+from tiermem.ranks.topology import Topology
+from tiermem.swap.base.ranges import round_up
+from tiermem.units.unit import Unit, divide
+from tiermem.wires.reduce import Bucket, cut, largest_buffer, put_in
 
 SIZES = st.lists(st.integers(0, 23), min_size=1, max_size=6)
 

@@ -20,10 +20,10 @@ from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.checkpoint.saving.pieces import checksums
 from tiermem.optim.tile_step import TilePass
 from tiermem.precision import PRESETS
-from tiermem.swap.checksum import ROTATION, crc32c
-from tiermem.swap.errors import CorruptionError
-from tiermem.zero import state_layout
-from tiermem.zero.state_layout import BLOCK_BYTES, StatePiece
+from tiermem.swap.base.errors import CorruptionError
+from tiermem.swap.store.checksum import ROTATION, crc32c
+from tiermem.units import state_layout
+from tiermem.units.state_layout import BLOCK_BYTES, StatePiece
 
 HERE = Path(__file__).parent
 

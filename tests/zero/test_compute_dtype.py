@@ -17,8 +17,8 @@ from twins import VOCAB, Block, Tower, seeded
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.policy import CombinedError
-from tiermem.zero import compute
-from tiermem.zero.compute import ComputeChoice, Products, choose_compute, measure_products, narrow_part, widen
+from tiermem.units import compute
+from tiermem.units.compute import ComputeChoice, Products, choose_compute, measure_products, narrow_part, widen
 
 HERE = Path(__file__).parent
 TIERS = [Tier.DEVICE, Tier.HOST, Tier.NVME]
@@ -99,7 +99,7 @@ def test_recomputed_activations_change_no_bit(tmp_path: Path) -> None:
 
 
 def test_without_swapped_pointers_it_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermem.zero.unit_memory.can_swap_pointers", lambda device: False)
+    monkeypatch.setattr("tiermem.weights.unit_memory.can_swap_pointers", lambda device: False)
     plain, model = tower(), tower()
     expected = train(plain, casts=True, num_steps=2)
     with tiermem.shard(model, policy_of(Tier.NVME, tmp_path)):

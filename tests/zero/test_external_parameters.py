@@ -15,8 +15,8 @@ from twins import VOCAB, assert_same, batch, is_absent, loss_of, seeded, train, 
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
+from tiermem.weights.absent import RestingParameter
 from tiermem.zero import register_external_parameter, unregister_external_parameter
-from tiermem.zero.absent import RestingParameter
 
 ROOMS = {"as planned": {}, "few": {"unit_buffers": 4}, "leaves at once": {"max_reuse_numel": 0, "unit_buffers": 4}}
 

@@ -19,9 +19,9 @@ import tiermem
 import tiermem.checkpoint
 from tiermem import OffloadPolicy, Tier
 from tiermem.checkpoint.opening.source import Source
-from tiermem.swap.entry import Freeze
-from tiermem.swap.store import TensorStore
-from tiermem.swap.stream import FileReader
+from tiermem.swap.store.entry import Freeze
+from tiermem.swap.store.store import TensorStore
+from tiermem.swap.store.stream import FileReader
 
 NUM_STEPS = 4
 

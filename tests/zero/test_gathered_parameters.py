@@ -15,8 +15,8 @@ from twins import assert_same_tensors, batch, is_absent, logits_of, loss_of, see
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Shards, Tier
+from tiermem.weights.absent import RestingParameter
 from tiermem.zero import GatheredParameters, Init
-from tiermem.zero.absent import RestingParameter
 
 HOMES = [Tier.DEVICE, Tier.HOST, Tier.NVME]
 

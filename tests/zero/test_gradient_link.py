@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerator.fixture import sim
 
-from tiermem.swap.arena import Arena, Pool
-from tiermem.zero.gradient_link import GradientLink, GradientPart
+from tiermem.gradients.gradient_link import GradientLink, GradientPart
+from tiermem.swap.memory.arena import Arena, Pool
 
 __all__ = ["sim"]
 ROOM = 4 << 20
@@ -80,7 +80,7 @@ def test_small_gradients_leave_in_one_copy(links: Links, sim: ModuleType) -> Non
 
 def test_the_memory_for_packing_is_bounded(links: Links, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four gradients of 1 MiB two leave in one copy, in memory that is used again, and two alone."""
-    monkeypatch.setattr("tiermem.zero.gradient_link._ROOM_BYTES", 2 << 20)
+    monkeypatch.setattr("tiermem.gradients.gradient_link._ROOM_BYTES", 2 << 20)
     groups = [[part((n, i), 1 << 18) for i in range(4)] for n in range(5)]
     sim.synchronize()
     sim.reset_peak_memory_stats("sim")

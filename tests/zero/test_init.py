@@ -18,8 +18,9 @@ from twins import assert_same_tensors, batch, is_absent, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero import GatheredParameters, Init, ZeroParamStatus, registry
-from tiermem.zero.absent import RestingParameter
+from tiermem.units import registry
+from tiermem.weights.absent import RestingParameter
+from tiermem.zero import GatheredParameters, Init, ZeroParamStatus
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": zoo.llama,

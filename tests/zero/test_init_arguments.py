@@ -14,8 +14,8 @@ from twins import assert_same_tensors, is_absent, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.run.init_params import AsBuilt
 from tiermem.zero import DeepSpeedTensorOverride, GatheredParameters, Init, ZeroParamStatus
-from tiermem.zero.init_params import AsBuilt
 from tiermem.zero.partition_parameters import restore_init_context, shutdown_init_context
 
 POLICY = OffloadPolicy(params=Tier.HOST, persistence_numel=50)

@@ -15,13 +15,13 @@ from torch import nn
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.gradients.gradient_store import GradientStore
+from tiermem.gradients.gradients import GradientHomes
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tiles import StateTiles
-from tiermem.swap.checksum import Sums
-from tiermem.zero.gradient_store import GradientStore
-from tiermem.zero.gradients import GradientHomes
-from tiermem.zero.unit_memory import UnitMemory
-from tiermem.zero.unit_state import LiveUnit
+from tiermem.swap.store.checksum import Sums
+from tiermem.weights.unit_memory import UnitMemory
+from tiermem.weights.unit_state import LiveUnit
 
 KINDS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError, MemoryError)
 

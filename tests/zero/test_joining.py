@@ -16,12 +16,12 @@ from forks import free_port
 from twins import Tower, loss_of, seeded
 
 import tiermem
-from tiermem.zero.joining import JOIN_TIMEOUT_S
+from tiermem.ranks.joining import JOIN_TIMEOUT_S
 
 SCRIPT = """
 import torch
 import torch.distributed as dist
-from tiermem.zero.joining import join_ranks
+from tiermem.ranks.joining import join_ranks
 try:
     join_ranks(1800.0, torch.device("cpu"), {join_timeout_s})
 except ValueError as error:
@@ -87,7 +87,7 @@ import os
 import torch
 import torch.distributed as dist
 import tiermem
-from tiermem.zero import joining
+from tiermem.ranks import joining
 joining._GRACE_S = joining._LEAST_S = 2.0
 if os.environ["RANK"] == "{who}":
     dist.init_process_group = lambda *args, **words: os.kill(os.getpid(), 9)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tiermem import OffloadPolicy
-from tiermem.zero.topology import Layout, Topology, arrange, plan_layout
+from tiermem.ranks.topology import Layout, Topology, arrange, plan_layout
 
 MICS = OffloadPolicy(shard_group_size=4)
 MICS_TWO_STAGES = OffloadPolicy(shard_group_size=4, two_stage_gather=True)

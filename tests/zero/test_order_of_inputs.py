@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiermem.swap.move import Move
-from tiermem.zero.activations import _DiskRoom, _Extent, _Passing
+from tiermem.run.activations import _DiskRoom, _Extent, _Passing
+from tiermem.swap.store.move import Move
 
 
 class _Waited(Move):

@@ -8,10 +8,10 @@ import zoo
 from twins import seeded
 
 from tiermem import OffloadPolicy
-from tiermem.zero.packed import PackedGather, wire_bytes
-from tiermem.zero.quantised import INT8, pack, unpack
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Unit, divide
+from tiermem.ranks.topology import Topology
+from tiermem.units.quantised import INT8, pack, unpack
+from tiermem.units.unit import Unit, divide
+from tiermem.wires.packed import PackedGather, wire_bytes
 
 POLICY = OffloadPolicy(persistence_numel=50, quantised_frozen=True)
 

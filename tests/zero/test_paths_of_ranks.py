@@ -11,9 +11,9 @@ from torch import nn
 
 import tiermem
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.paths import NvmePath
-from tiermem.zero import topology
-from tiermem.zero.topology import paths_of_rank
+from tiermem.ranks import topology
+from tiermem.ranks.topology import paths_of_rank
+from tiermem.swap.disk.paths import NvmePath
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tiermem.zero.collectives import Pending, Then
-from tiermem.zero.topology import Topology
+from tiermem.ranks.collectives import Pending, Then
+from tiermem.ranks.topology import Topology
 
 ALONE = Topology(None, 0, 1, 1, 0)
 

@@ -42,7 +42,7 @@ POLICIES = st.fixed_dictionaries(
 PROPERTY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def one_step(policy: OffloadPolicy, dtype: torch.dtype) -> tiermem.swap.store.StoreStats:
+def one_step(policy: OffloadPolicy, dtype: torch.dtype) -> tiermem.swap.store.store.StoreStats:
     with tiermem.shard(seeded(zoo.tied_tower).to(dtype), policy) as shards:
         optim = tiermem.AdamW(shards.model.parameters())
         for step in range(2):

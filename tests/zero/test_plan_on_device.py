@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from tiermem import OffloadPolicy, Tier
-from tiermem.swap.torch_step import step_scratch_bytes
-from tiermem.zero.budget import check_room, make_plan
-from tiermem.zero.plan import Plan
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import divide
+from tiermem.plans.budget import check_room, make_plan
+from tiermem.plans.plan import Plan
+from tiermem.ranks.topology import Topology
+from tiermem.swap.kernels.torch_step import step_scratch_bytes
+from tiermem.units.unit import divide
 
 GB = 10**9
 NVME: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "paths": ["."]}

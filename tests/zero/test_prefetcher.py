@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from tiermem.zero.prefetcher import Limits, Order, Prefetcher
-from tiermem.zero.unit_state import UnitState
+from tiermem.weights.prefetcher import Limits, Order, Prefetcher
+from tiermem.weights.unit_state import UnitState
 
 
 class PlayedUnit:

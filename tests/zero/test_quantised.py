@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.zero.quantised import BLOCK, INT8, LEVELS, NF4, PIECE, BlockFormat, byte_ranges, pack, pack_into, unpack
+from tiermem.units.quantised import BLOCK, INT8, LEVELS, NF4, PIECE, BlockFormat, byte_ranges, pack, pack_into, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 31 * 97, PIECE, PIECE + 1, 2 * PIECE + 65]

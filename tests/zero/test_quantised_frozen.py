@@ -20,7 +20,7 @@ import tiermem
 from tiermem import Tier
 from tiermem.config import load_config
 from tiermem.policy import CombinedError
-from tiermem.zero.quantised import FORMATS, pack, unpack
+from tiermem.units.quantised import FORMATS, pack, unpack
 
 FORMS = ["int8", "nf4"]
 TIERS = [Tier.HOST, Tier.NVME]

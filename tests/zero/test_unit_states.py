@@ -9,9 +9,9 @@ from twins import Tower, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.units.gradient_state import Factor, Gradient, GradientState
+from tiermem.weights.unit_state import UnitState
 from tiermem.zero import ZeroParamStatus
-from tiermem.zero.gradient_state import Factor, Gradient, GradientState
-from tiermem.zero.unit_state import UnitState
 
 
 def test_a_unit_goes_along_its_arrows_and_an_illegal_one_names_both_states(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.weights import INDEX_NAME, read_header
+from tiermem.weights_io import INDEX_NAME, read_header
 from tiermem.zero import Init
 
 KINDS = ["plain", "plain on meta", "sharded on HOST", "sharded on NVME", "built under Init", "built under Init on meta"]

@@ -31,9 +31,18 @@ from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
 from tiermem.checkpoint.saving.publish import alone, is_removed, remove_pointer, remove_unfinished, write_latest
-from tiermem.swap import durable
-from tiermem.swap.ranges import Numbers
-from tiermem.swap.run_folder import RunName, holds_states, is_live, is_made, is_stillborn, owner_of, run_folders, share
+from tiermem.swap.base.ranges import Numbers
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.run_folder import (
+    RunName,
+    holds_states,
+    is_live,
+    is_made,
+    is_stillborn,
+    owner_of,
+    run_folders,
+    share,
+)
 
 # ---- disk space ------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from tiermem.checkpoint.format.fields import ManifestError
-from tiermem.zero.collectives import exchange
-from tiermem.zero.topology import Topology
+from tiermem.ranks.collectives import exchange
+from tiermem.ranks.topology import Topology
 
 T = TypeVar("T")
 

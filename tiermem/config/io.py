@@ -113,7 +113,7 @@ def why_not() -> str:
 
 
 def _has_gpu() -> bool:
-    from tiermem.swap.accelerator import find_device
+    from tiermem.swap.memory.accelerator import find_device
 
     return find_device().type == "cuda"
 

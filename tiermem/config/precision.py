@@ -142,7 +142,7 @@ class PrecisionConfig(ConfigModel):
 # The engine's forward runs under torch.autocast, alone or together with bf16 or fp16. torch decides for each operation
 # whether it computes in the lower dtype. lower_precision_safe_modules names module classes whose parameters may be lowered:
 # their gradients are reduced in the autocast dtype. With stage 3 on several ranks their fp32 weights are also cast to it
-# before they are gathered (zero/unit.py), so autograd keeps no lowered copy.
+# before they are gathered (units/unit.py), so autograd keeps no lowered copy.
 #
 # On one rank weights are read into place in their own dtype. If that is fp32, autograd keeps a lowered copy of every weight
 # from forward to backward: 2 bytes per parameter that no budget counts. With offloaded parameters, set bf16.enabled as well,

@@ -174,7 +174,7 @@ class CheckpointConfig(ConfigModel):
 # ---- zero_optimization -----------------------------------------------------------------------------------------------
 #
 # A deprecated key sets its successor, with a DeprecationWarning. A config with both the deprecated key and its successor is
-# refused. `zero/topology.py` checks that the sizes of MiCS and hpZ divide the number of ranks, once that number is known.
+# refused. `ranks/topology.py` checks that the sizes of MiCS and hpZ divide the number of ranks, once that number is known.
 
 
 def _names(value: Any) -> Any:

@@ -16,7 +16,7 @@ Files in order: each imports only files before it.
     engine        Engine: forward, backward, step, and the end
     start         initialize: config, process group, engine, loader
 
-tiermem.zero.access generates text with all units in memory. tiermem.schedule holds the learning-rate schedules.
+tiermem.run.access generates text with all units in memory. tiermem.schedule holds the learning-rate schedules.
 """
 
 from __future__ import annotations

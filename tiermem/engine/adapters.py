@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.weights import saved_buffers
-from tiermem.zero.collectives import exchange
-from tiermem.zero.shards import Shards
+from tiermem.ranks.collectives import exchange
+from tiermem.run.shards import Shards
+from tiermem.weights_io import saved_buffers
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -17,10 +17,10 @@ from tiermem.checkpoint.opening.loading import CustomLoad, Loaded, load
 from tiermem.checkpoint.saving.saver import Beside, capture_step, save, wait
 from tiermem.engine.adapters import adapters_state, has_adapters
 from tiermem.engine.facts import Accumulation, EngineFacts
-from tiermem.swap import durable
-from tiermem.weights import SafetensorsFile, TorchFile, WeightEntry, WeightFile
-from tiermem.zero.collectives import exchange
-from tiermem.zero.shards import Shards
+from tiermem.ranks.collectives import exchange
+from tiermem.run.shards import Shards
+from tiermem.swap.disk import durable
+from tiermem.weights_io import SafetensorsFile, TorchFile, WeightEntry, WeightFile
 
 # ---- full weights in one file ----------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ def save_weights(
         rank 0    takes the disk space of a file with a random name, writes it, syncs it and renames it over the file
         others    take part in the gathers
 
-    A file name that ends in `.safetensors` gets that format, any other name torch's (tiermem/weights.py, which also reads
+    A file name that ends in `.safetensors` gets that format, any other name torch's (tiermem/weights_io.py, which also reads
     them). Weights have the dtype that they are trained in. `batched` converts them to the names and shapes of another format,
     with one batch in memory at a time. Rank 0 raises its error; the other ranks raise an OSError that quotes it. Then no file
     is changed.

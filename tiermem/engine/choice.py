@@ -13,10 +13,10 @@ from torch import nn
 from tiermem.config import MuonParams, OptimizerConfig, TiermemConfig
 from tiermem.config.optimizer import BatchSizes
 from tiermem.optim import SGD, Adagrad, Adam, AdamW, Lion, Muon, NativeOptimizer
+from tiermem.plans.agreement import agree
 from tiermem.precision import Precision
+from tiermem.ranks.topology import find_topology
 from tiermem.version import __version__
-from tiermem.zero.agreement import agree
-from tiermem.zero.topology import find_topology
 
 # ---- the choice of an optimizer --------------------------------------------------------------------------------------
 

@@ -44,15 +44,15 @@ from tiermem.engine.facts import (
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.rules import LossScaler
 from tiermem.precision import DTYPES
+from tiermem.run.access import apply_gathered
+from tiermem.run.init import keep_buffers_in_fp32
+from tiermem.run.init_params import built_with
+from tiermem.run.layerwise import LayerwisePasses, Loss
+from tiermem.run.shards import Shards
 from tiermem.schedule import build_scheduler
-from tiermem.swap.accelerator import is_accelerator
-from tiermem.zero import registry
-from tiermem.zero.access import apply_gathered
-from tiermem.zero.init import keep_buffers_in_fp32
-from tiermem.zero.init_params import built_with
-from tiermem.zero.layerwise import LayerwisePasses, Loss
-from tiermem.zero.shards import Shards
-from tiermem.zero.unit_state import LiveUnit
+from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.units import registry
+from tiermem.weights.unit_state import LiveUnit
 
 # ---- casts of the model and its inputs -------------------------------------------------------------------------------
 #
@@ -306,7 +306,7 @@ class Engine(EngineCheckpoints, nn.Module):
     def train_batch(self, data_iter: Iterable[Any], loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Trains one step on the next micro-batches of an iterator: forward, backward and step. Returns their mean loss.
 
-        With accumulation "layers" the micro-batches go through the model block by block (zero/layerwise.py), else one after the
+        With accumulation "layers" the micro-batches go through the model block by block (run/layerwise.py), else one after the
         other.
 
         Args:

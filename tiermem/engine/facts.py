@@ -15,14 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from tiermem.config import OffloadOptimizerConfig, OffloadParamConfig, TiermemConfig
 from tiermem.config.io import OffloadDevice, OffloadState
 from tiermem.config.optimizer import BatchSizes
+from tiermem.gradients.gradients import GradientHomes
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.rules import LossScaler
-from tiermem.swap.accelerator import current_stream, give_back_cached, is_accelerator, new_event
-from tiermem.zero.gradients import GradientHomes
-from tiermem.zero.shards import Shards
-from tiermem.zero.topology import ranks_per_node
-from tiermem.zero.unit_memory import LAYOUTS
-from tiermem.zero.unit_state import LiveUnit
+from tiermem.ranks.topology import ranks_per_node
+from tiermem.run.shards import Shards
+from tiermem.swap.memory.accelerator import current_stream, give_back_cached, is_accelerator, new_event
+from tiermem.weights.unit_memory import LAYOUTS
+from tiermem.weights.unit_state import LiveUnit
 
 # ---- accumulation of micro-batches -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.checkpoint.saving.saver import Saver
 from tiermem.policy import OffloadPolicy
-from tiermem.zero.shards import Shards
+from tiermem.run.shards import Shards
 
 
 def shard(
@@ -56,7 +56,7 @@ def shard_for_passes(
     device: torch.device | str | None,
     is_trained: bool,
 ) -> Shards:
-    """`shard` for a caller that runs the micro-batches of accumulation "layers" itself (zero/layerwise.py)."""
+    """`shard` for a caller that runs the micro-batches of accumulation "layers" itself (run/layerwise.py)."""
     shards = Shards(model, policy, group, device, is_trained)
     if shards.policy.durability == "step":
         shards.attach(Saver(shards, saves_each_step=True))

@@ -18,8 +18,8 @@ from tiermem.config.load import is_json, named_in_errors
 from tiermem.engine.choice import OptimizerFactory, Parameters
 from tiermem.engine.engine import Engine, SchedulerFactory
 from tiermem.optim.base import NativeOptimizer
-from tiermem.swap.accelerator import find_device
-from tiermem.zero.joining import join_ranks
+from tiermem.ranks.joining import join_ranks
+from tiermem.swap.memory.accelerator import find_device
 
 # ---- loaders of training data ----------------------------------------------------------------------------------------
 

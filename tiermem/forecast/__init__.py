@@ -8,8 +8,8 @@ Files in order: each imports only files before it.
     steps      a training step as tasks: reads, gathers, maths, tiles
     forecast   bytes per edge and seconds per phase; the choice of a plan by predicted time
 
-The sizes are the plan's own: `zero/plan.py`, `zero/unit.py` and `zero/state_layout.py` compute what a run allocates and cuts.
-The forecast adds times. It allocates no states, reads and sends nothing, and calls no collective, except `agreed`.
+The sizes are the plan's own: `plans/plan.py`, `units/unit.py` and `units/state_layout.py` compute what a run allocates and
+cuts. The forecast adds times. It allocates no states, reads and sends nothing, and calls no collective, except `agreed`.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from tiermem.forecast.loads import TileLoad, Use, still_buffered
 from tiermem.forecast.rates import Rates
+from tiermem.plans.plan import Plan
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.zero.plan import Plan
-from tiermem.zero.step_run import overlap_of
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Unit
+from tiermem.ranks.topology import Topology
+from tiermem.units.unit import Unit
+from tiermem.weights.step_run import overlap_of
 
 
 @dataclasses.dataclass(frozen=True)

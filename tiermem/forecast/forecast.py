@@ -15,16 +15,16 @@ from tiermem.forecast.course import Course
 from tiermem.forecast.loads import MOST_TILES, Use, uses_of
 from tiermem.forecast.rates import Compute, Rates, Task, Timeline, play
 from tiermem.forecast.steps import BACKWARD, FORWARD, KERNELS, MATHS, MEMORY, STEP, TILE, StepBuilder
+from tiermem.plans.budget import make_plan
+from tiermem.plans.plan import Plan
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.accelerator import is_accelerator
-from tiermem.swap.queue import busiest
-from tiermem.zero.budget import make_plan
-from tiermem.zero.plan import Plan
-from tiermem.zero.topology import Topology, plan_topology, ranks_per_node
-from tiermem.zero.unit import Division, divide
+from tiermem.ranks.topology import Topology, plan_topology, ranks_per_node
+from tiermem.swap.disk.queue import busiest
+from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.units.unit import Division, divide
 
 if TYPE_CHECKING:
-    from tiermem.zero.shards import Shards
+    from tiermem.run.shards import Shards
 
 
 # ---- the forecast of a step ------------------------------------------------------------------------------------------
@@ -58,13 +58,13 @@ class Forecast:
     moved_bytes: Mapping[str, Mapping[str, int]]
     """Bytes by edge ("NVME -> HOST", ...) and phase. A read ahead counts in the phase that begins it."""
     payload_bytes: Mapping[str, Mapping[str, int]]
-    """Payload of collectives by ranks ("shard", "within", ...) and phase, as zero/failures.py counts it."""
+    """Payload of collectives by ranks ("shard", "within", ...) and phase, as ranks/failures.py counts it."""
     busy_s: Mapping[str, Mapping[str, float]]
     """Seconds of work by lane ("disk", "maths", ...) and phase, where steps go on in the phase in which it takes place; the
     busiest lane bounds the phase."""
     limits_s: Mapping[str, float]
-    """Seconds for which each resource works in a step: "compute", "disk", "link" and "kernels", as in swap/queue.py. Lanes of
-    one resource work at the same time: the busiest counts."""
+    """Seconds for which each resource works in a step: "compute", "disk", "link" and "kernels", as in swap/disk/queue.py.
+    Lanes of one resource work at the same time: the busiest counts."""
 
     @property
     def total_s(self) -> float:

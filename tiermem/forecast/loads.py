@@ -12,18 +12,18 @@ from torch import nn
 
 from tiermem.forecast.rates import Compute
 from tiermem.optim.tile import homes_of_tiles, sent_bytes, sent_tiles, stepped_ranges
+from tiermem.plans.plan import Plan
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.native import NORM_BLOCK
-from tiermem.swap.parts import Dither, StepParts, StepRule
-from tiermem.swap.torch_step import block_sums_in_torch, memory_traffic, step_in_torch
-from tiermem.zero.gather import spans_of
-from tiermem.zero.packed import gathers_packed
-from tiermem.zero.plan import Plan
-from tiermem.zero.quantised import INT8
-from tiermem.zero.reduce import Bucket
-from tiermem.zero.state_layout import StateLayout, planned_layout
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Division, Unit, ranges_in, reads_weights_again
+from tiermem.ranks.topology import Topology
+from tiermem.swap.base.native import NORM_BLOCK
+from tiermem.swap.base.parts import Dither, StepParts, StepRule
+from tiermem.swap.kernels.torch_step import block_sums_in_torch, memory_traffic, step_in_torch
+from tiermem.units.quantised import INT8
+from tiermem.units.state_layout import StateLayout, planned_layout
+from tiermem.units.unit import Division, Unit, ranges_in, reads_weights_again
+from tiermem.wires.gather import spans_of
+from tiermem.wires.packed import gathers_packed
+from tiermem.wires.reduce import Bucket
 
 # ---- modules and their units -----------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class Use(NamedTuple):
 def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:
     """Returns the uses of one forward, in the order in which modules are defined. The model may be on the meta device.
 
-    `zero/prefetcher.py` also takes that order as its first guess. A module's maths is computed from the elements of its
+    `weights/prefetcher.py` also takes that order as its first guess. A module's maths is computed from the elements of its
     parameters of two dimensions or more; embeddings do not count, because they only look up. All experts of a mixture of
     experts count, so its time is an upper bound.
     """
@@ -272,9 +272,9 @@ class Send(NamedTuple):
     """One call of a collective."""
 
     among: str
-    """The ranks: "world", "shard", "replica", "across" or "within" (zero/topology.py)."""
+    """The ranks: "world", "shard", "replica", "across" or "within" (ranks/topology.py)."""
     payload_bytes: int
-    """The larger side of the call, as `zero/failures.py` counts it: the output of an all-gather, the input of a reduction."""
+    """The larger side of the call, as `ranks/failures.py` counts it: the output of an all-gather, the input of a reduction."""
     crossing_bytes: int
     """Bytes that this rank receives; it sends the same number. All of the payload but its own part; twice that in an
     all-reduce."""

@@ -98,7 +98,7 @@ class Rates:
 #
 # Section 3 of the paper (arXiv 2104.07857) counts the bytes of parameters, model states, activations, checkpoints and working
 # memory: 16-bit weights and gradients, fp32 master, gradient, momentum and variance of Adam, 20 bytes per parameter.
-# tiermem's own sizes are in `zero/plan.py`; they are smaller where tiermem keeps fewer bytes.
+# tiermem's own sizes are in `plans/plan.py`; they are smaller where tiermem keeps fewer bytes.
 
 STATE_BYTES = 20  # per parameter: 2 weight, 2 gradient, 4 master, 4 momentum, 4 variance, 4 gradient in fp32
 _HALF = 2  # bytes of a 16-bit number

@@ -17,7 +17,7 @@
                states in memory, have time for under the maths of backward; the next forward reads their weights
 
 With accumulation "layers" the maths of a use, and the adding of its gradients, come once for each micro-batch between one fetch
-and the next; blocks are computed again in backward (zero/layerwise.py).
+and the next; blocks are computed again in backward (run/layerwise.py).
 
 Lanes: `disk` (or `disk read` and `disk write` for a duplex disk), `network`, `near network` within a node, `link down`,
 `link up`, `maths`, and with a GPU `kernels`. On a CPU, kernels and maths share the cores and so the lane `maths`.
@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 from tiermem.forecast.course import Course
 from tiermem.forecast.loads import Send, TileLoad, Use, gathers, gradient_traffic, reductions, tile_loads, updates
 from tiermem.forecast.rates import Task
+from tiermem.plans.plan import keeps_secondary
 from tiermem.policy import Tier
-from tiermem.zero.packed import gathers_packed
-from tiermem.zero.plan import keeps_secondary
-from tiermem.zero.prefetcher import Order, Prefetcher, limits_of
-from tiermem.zero.reduce import MOST_UNDER_WAY, Bucket, cut
-from tiermem.zero.state_layout import keeps_sums
-from tiermem.zero.unit import Unit
-from tiermem.zero.unit_state import UnitState
+from tiermem.units.state_layout import keeps_sums
+from tiermem.units.unit import Unit
+from tiermem.weights.prefetcher import Order, Prefetcher, limits_of
+from tiermem.weights.unit_state import UnitState
+from tiermem.wires.packed import gathers_packed
+from tiermem.wires.reduce import MOST_UNDER_WAY, Bucket, cut
 
 NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"
 HOST_TO_DEVICE, DEVICE_TO_HOST = "HOST -> DEVICE", "DEVICE -> HOST"

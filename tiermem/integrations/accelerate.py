@@ -29,7 +29,7 @@ from tiermem.integrations.choice import owner_of, set_called_together, with_mome
 from tiermem.integrations.pretrained import WEIGHTS_FILE, load_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
-from tiermem.zero.shards import Shards
+from tiermem.run.shards import Shards
 
 TAG = "tiermem"
 

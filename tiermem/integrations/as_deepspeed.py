@@ -37,10 +37,10 @@ from tiermem.config.load import named_in_errors, read_raw
 from tiermem.engine import Engine
 from tiermem.engine.start import initialize as start
 from tiermem.optim.classes import Adagrad, Adam, AdamW, Lion
-from tiermem.swap.accelerator import backends_of, find_device
-from tiermem.zero.init import Init as ZeroInit
-from tiermem.zero.joining import hold_no_group
-from tiermem.zero.joining import init_distributed as join
+from tiermem.ranks.joining import hold_no_group
+from tiermem.ranks.joining import init_distributed as join
+from tiermem.run.init import Init as ZeroInit
+from tiermem.swap.memory.accelerator import backends_of, find_device
 
 VERSION = "0.18.9"
 """The version of the interface that is answered; accelerate compares it."""

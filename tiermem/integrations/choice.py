@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tiermem.plans.budget import make_plan
 from tiermem.policy import OffloadPolicy
-from tiermem.swap.accelerator import free_and_total, is_accelerator
-from tiermem.swap.tier import Tier
-from tiermem.zero import registry
-from tiermem.zero.budget import make_plan
-from tiermem.zero.shards import Shards
-from tiermem.zero.topology import plan_topology, ranks_per_node
-from tiermem.zero.unit import divide
+from tiermem.ranks.topology import plan_topology, ranks_per_node
+from tiermem.run.shards import Shards
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
+from tiermem.units import registry
+from tiermem.units.unit import divide
 
 logger = logging.getLogger("tiermem")
 

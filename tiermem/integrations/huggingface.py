@@ -63,10 +63,10 @@ from tiermem.integrations.pretrained import load_pretrained_weights, save_pretra
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
+from tiermem.run.layerwise import LayerwisePasses
+from tiermem.run.shards import Shards
 from tiermem.schedule import build_scheduler
-from tiermem.swap.queue import Meter
-from tiermem.zero.layerwise import LayerwisePasses
-from tiermem.zero.shards import Shards
+from tiermem.swap.disk.queue import Meter
 
 logger = logging.getLogger("tiermem")
 

@@ -37,8 +37,8 @@ from tiermem.engine.sharding import shard
 from tiermem.integrations.choice import owner_of, set_called_together, with_moments
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
-from tiermem.zero.init import Init
-from tiermem.zero.shards import Shards
+from tiermem.run.init import Init
+from tiermem.run.shards import Shards
 
 TAG = "tiermem"
 OWN_FILE = "lightning.ckpt"

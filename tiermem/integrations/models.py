@@ -26,9 +26,9 @@ from torch import nn
 
 from tiermem.integrations.pretrained import load_pretrained_weights, take_quantizer
 from tiermem.policy import OffloadPolicy
-from tiermem.weights import find_files, read_header
-from tiermem.zero.absent import absent_part, become
-from tiermem.zero.init import Init, keep_buffers_in_fp32, names_in_fp32
+from tiermem.run.init import Init, keep_buffers_in_fp32, names_in_fp32
+from tiermem.weights.absent import absent_part, become
+from tiermem.weights_io import find_files, read_header
 
 logger = logging.getLogger("tiermem")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from tiermem.zero.access import GatheredParameters
+from tiermem.run.access import GatheredParameters
 
 
 def merge_and_unload(model: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> nn.Module:

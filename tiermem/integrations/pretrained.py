@@ -25,9 +25,9 @@ from transformers import modeling_utils
 from transformers.utils import logging as progress
 
 from tiermem.engine.checkpoints import Batch, Entries, save_weights
-from tiermem.swap.stream import FileReader
-from tiermem.weights import Stored, WeightEntry, find_files, load_safetensors, put_value, read_header
-from tiermem.zero.shards import Shards
+from tiermem.run.shards import Shards
+from tiermem.swap.store.stream import FileReader
+from tiermem.weights_io import Stored, WeightEntry, find_files, load_safetensors, put_value, read_header
 
 
 def _from_version_5(name: str) -> Any:

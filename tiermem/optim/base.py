@@ -21,12 +21,12 @@ from tiermem.optim.shown import AtRest, ShownStates
 from tiermem.optim.tiles import StateTiles
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import Precision
-from tiermem.swap.native import Workers, store_gradient
-from tiermem.zero import registry
-from tiermem.zero.shards import Shards
-from tiermem.zero.state_layout import MASTER
-from tiermem.zero.topology import fair_cores, fair_threads
-from tiermem.zero.written import Mark, mark_of
+from tiermem.ranks.topology import fair_cores, fair_threads
+from tiermem.run.shards import Shards
+from tiermem.swap.base.native import Workers, store_gradient
+from tiermem.units import registry
+from tiermem.units.state_layout import MASTER
+from tiermem.units.written import Mark, mark_of
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
 #

@@ -21,10 +21,10 @@ from torch import nn
 from tiermem.optim.local import as_dtensor, as_placed, check_kind, first_element, local_of, part_of
 from tiermem.optim.rules import AnyStep, Rule, step_parts
 from tiermem.precision import DTYPES, Precision
-from tiermem.swap.native import Workers, narrow_part, widen_part
-from tiermem.swap.parts import STORED, Dither, Moment, Quantised, StepParts, num_scales
-from tiermem.zero.state_layout import MASTER, is_positive
-from tiermem.zero.written import adopt
+from tiermem.swap.base.native import Workers, narrow_part, widen_part
+from tiermem.swap.base.parts import STORED, Dither, Moment, Quantised, StepParts, num_scales
+from tiermem.units.state_layout import MASTER, is_positive
+from tiermem.units.written import adopt
 
 STEP = "step"
 

@@ -1,6 +1,6 @@
 """Resting: states of ordinary parameters that rest on HOST or NVMe, in a store of their own.
 
-    parameters of one dtype and device    [ p0 | p1 |       p2        | p3 | ... ]    a unit, as in zero/unit.py
+    parameters of one dtype and device    [ p0 | p1 |       p2        | p3 | ... ]    a unit, as in units/unit.py
     their states, in tiles                [    tile    |    tile    |   tile   ]    stepped one after the other
 
     on HOST     the states are stepped where they rest
@@ -25,22 +25,22 @@ from tiermem.optim.local import as_placed, first_element, local_of
 from tiermem.optim.ordinary import STEP, State, check_gradient, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Rule, step_parts
 from tiermem.optim.tile import StateTile, stepped_ranges, tile_runs
+from tiermem.plans.plan import sizes_from
 from tiermem.policy import USUAL_TILE_NUMELS, OffloadPolicy, Tier, usual_tile_buffers
-from tiermem.swap.accelerator import activate, current_stream, is_accelerator, on, record
-from tiermem.swap.arena import BudgetError, Pool, Slot
-from tiermem.swap.checksum import Range
-from tiermem.swap.native import Workers, narrow_part, widen_part
-from tiermem.swap.parts import Dither, StepParts
-from tiermem.swap.program import Program
-from tiermem.swap.ranges import round_up, within
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import ALIGNMENT
-from tiermem.swap.tile_plan import TileWork
-from tiermem.zero.plan import sizes_from
-from tiermem.zero.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
-from tiermem.zero.topology import paths_of_rank, ranks_per_node
-from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit
-from tiermem.zero.written import Mark, adopt, mark_of
+from tiermem.ranks.topology import paths_of_rank, ranks_per_node
+from tiermem.swap.base.native import Workers, narrow_part, widen_part
+from tiermem.swap.base.parts import Dither, StepParts
+from tiermem.swap.base.ranges import round_up, within
+from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.memory.accelerator import activate, current_stream, is_accelerator, on, record
+from tiermem.swap.memory.arena import BudgetError, Pool, Slot
+from tiermem.swap.program.program import Program
+from tiermem.swap.program.tile_plan import TileWork
+from tiermem.swap.store.checksum import Range
+from tiermem.swap.store.store import TensorStore
+from tiermem.units.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
+from tiermem.units.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit
+from tiermem.units.written import Mark, adopt, mark_of
 
 Ruled = Mapping[nn.Parameter, tuple[str, Rule]]
 """The name and the rule of each parameter, in the order of the optimizer."""
@@ -419,8 +419,8 @@ def _lay_out(params: Ruled) -> list[Unit]:
 
 
 class _Pass(TileWork[StateTile]):
-    """One pass over tiles, which swap/program.py runs. A buffer holds [ states, if they rest on NVMe | weights | gradients ],
-    the last two of parameters on an accelerator.
+    """One pass over tiles, which swap/program/program.py runs. A buffer holds [ states, if they rest on NVMe | weights |
+    gradients ], the last two of parameters on an accelerator.
 
     Args:
         store: has the states.

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tiermem.config.precision import Fp16Config
-from tiermem.swap.device_kernels import kernels_of
-from tiermem.swap.native import Workers, optimizer_step, widen_part
-from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule
-from tiermem.swap.torch_step import widen_in_torch
+from tiermem.swap.base.native import Workers, optimizer_step, widen_part
+from tiermem.swap.base.parts import Dither, Quantised, StepParts, StepRule
+from tiermem.swap.kernels.device_kernels import kernels_of
+from tiermem.swap.kernels.torch_step import widen_in_torch
 
 # ---- checks of a parameter group -------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ def step_parts(
     start_moments: bool = False,
     start_master: bool = False,
 ) -> None:
-    """Steps the parts in place, as `optimizer_step` in swap/native.py.
+    """Steps the parts in place, as `optimizer_step` in swap/base/native.py.
 
     A MatrixStep takes the parts of a whole matrix. On the CPU it blocks. On other devices it queues the step on the current
     stream and returns, and does not use `workers`.

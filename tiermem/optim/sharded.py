@@ -26,11 +26,11 @@ from tiermem.optim.rules import AnyStep, Group, Rule
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tile_work import RuleOf
 from tiermem.optim.tiles import FindRule, PlannedStep, StateTiles
-from tiermem.swap.accelerator import is_accelerator
-from tiermem.zero.shards import Shards
-from tiermem.zero.state_layout import MASTER
-from tiermem.zero.unit import Shard
-from tiermem.zero.unit_state import LiveUnit
+from tiermem.run.shards import Shards
+from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.units.state_layout import MASTER
+from tiermem.units.unit import Shard
+from tiermem.weights.unit_state import LiveUnit
 
 logger = logging.getLogger("tiermem")
 

@@ -22,8 +22,8 @@ import torch
 
 from tiermem.optim.ordinary import STEP, num_steps_of, value_of
 from tiermem.optim.rules import Rule
-from tiermem.zero.resting_tensor import RestingTensor, resting_in
-from tiermem.zero.unit import Shard
+from tiermem.units.unit import Shard
+from tiermem.weights.resting_tensor import RestingTensor, resting_in
 
 
 class StateHome(Protocol):

@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 from tiermem.optim.rules import AnyStep
 from tiermem.optim.tiles import StateTiles
-from tiermem.swap.accelerator import is_accelerator
-from tiermem.swap.entry import NoSlotError
-from tiermem.zero.budget import take_slot
-from tiermem.zero.plan import Plan
-from tiermem.zero.shards import Shards
-from tiermem.zero.step_run import overlap_of
-from tiermem.zero.unit import Shard, Unit
-from tiermem.zero.unit_state import LiveUnit
+from tiermem.plans.budget import take_slot
+from tiermem.plans.plan import Plan
+from tiermem.run.shards import Shards
+from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.swap.store.entry import NoSlotError
+from tiermem.units.unit import Shard, Unit
+from tiermem.weights.step_run import overlap_of
+from tiermem.weights.unit_state import LiveUnit
 
 logger = logging.getLogger("tiermem")
 

@@ -1,7 +1,7 @@
 """Tile: a range of one unit's shard layout whose states are read, stepped and written as one.
 
 A tile may cut a parameter; its ranges are the elements of each parameter inside it. The states of a tile lie in one entry of
-the store (zero/state_layout.py draws it). Native steps read and write it in strips. A buffer holds:
+the store (units/state_layout.py draws it). Native steps read and write it in strips. A buffer holds:
 
     [ states | parameters | gradients ]    the last two only if they rest on NVMe, or come from an accelerator to be stepped by
                                            the CPU; each begins at a multiple of 4096 bytes
@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import torch
 
+from tiermem.plans.plan import Plan
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.accelerator import is_accelerator
-from tiermem.swap.parts import Q8_BLOCK, num_scales
-from tiermem.swap.ranges import ByteRange, Column, round_up, within
-from tiermem.swap.tier import ALIGNMENT
-from tiermem.zero.plan import Plan
-from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart, planned_layout
-from tiermem.zero.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
-from tiermem.zero.unit_state import LiveUnit
+from tiermem.swap.base.parts import Q8_BLOCK, num_scales
+from tiermem.swap.base.ranges import ByteRange, Column, round_up, within
+from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.units.state_layout import MASTER, SCALES, Run, StateLayout, StatePart, planned_layout
+from tiermem.units.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
+from tiermem.weights.unit_state import LiveUnit
 
 MomentsOf = Callable[[Shard], Sequence[str]]
 """Returns the names of a parameter's moments, as in torch, in the order of swap.parts.MOMENTS."""

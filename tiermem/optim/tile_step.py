@@ -1,6 +1,6 @@
 """TilePass: one pass over tiles: the bytes of each that are read and written, and the work in a buffer.
 
-It reads, depending on what was written before and what the work needs (zero/state_layout.py):
+It reads, depending on what was written before and what the work needs (units/state_layout.py):
 
     states             once they have been written
     fp32 initial       before that, if zero.Init kept these values for a master
@@ -30,16 +30,16 @@ from tiermem.optim.tile import MomentsOf, Tile
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tile_work import Act, KeptSteps, Places, Stepping
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import activate, current_stream, is_accelerator, on, record
-from tiermem.swap.arena import Slot
-from tiermem.swap.checksum import Range
-from tiermem.swap.native import narrow_part
-from tiermem.swap.ranges import Column
-from tiermem.swap.tile_plan import KernelStep, NativeStep
-from tiermem.swap.torch_step import CHUNK, narrow_in_torch
-from tiermem.zero.shards import Shards
-from tiermem.zero.state_layout import FP32_BYTES, StateViews
-from tiermem.zero.values import initial_master
+from tiermem.run.shards import Shards
+from tiermem.swap.base.native import narrow_part
+from tiermem.swap.base.ranges import Column
+from tiermem.swap.kernels.torch_step import CHUNK, narrow_in_torch
+from tiermem.swap.memory.accelerator import activate, current_stream, is_accelerator, on, record
+from tiermem.swap.memory.arena import Slot
+from tiermem.swap.program.tile_plan import KernelStep, NativeStep
+from tiermem.swap.store.checksum import Range
+from tiermem.units.state_layout import FP32_BYTES, StateViews
+from tiermem.weights.values import initial_master
 
 _Views = tuple[torch.Tensor, torch.Tensor | None, StateViews, tuple[torch.Tensor, StateViews] | None]
 """The weight, the gradient and the states of a parameter in a tile, and their source."""
@@ -53,7 +53,7 @@ class SecondCopy(NamedTuple):
 
 
 class TilePass:
-    """One pass over a model's tiles, which swap/program.py runs.
+    """One pass over a model's tiles, which swap/program/program.py runs.
 
     Args:
         shards: the model.

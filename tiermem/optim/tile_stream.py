@@ -14,11 +14,11 @@ from collections.abc import Collection
 
 import torch
 
-from tiermem.swap.accelerator import current_stream, new_event, new_stream, on, record
-from tiermem.swap.device_memory import DeviceMemory
-from tiermem.swap.ranges import round_up
-from tiermem.swap.tier import ALIGNMENT
-from tiermem.zero.plan import Buffers
+from tiermem.plans.plan import Buffers
+from tiermem.swap.base.ranges import round_up
+from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.memory.accelerator import current_stream, new_event, new_stream, on, record
+from tiermem.swap.memory.device_memory import DeviceMemory
 
 
 class TileStream:

@@ -16,11 +16,11 @@ import torch
 
 from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
 from tiermem.optim.tile import Tile
-from tiermem.swap.native import Workers, narrow_part, step_scalars, widen_part
-from tiermem.swap.parts import Dither, Moment, StepParts, StepRule
-from tiermem.swap.tile_plan import KernelStep, NativeStep
-from tiermem.zero.state_layout import StateViews, is_positive
-from tiermem.zero.unit import Shard
+from tiermem.swap.base.native import Workers, narrow_part, step_scalars, widen_part
+from tiermem.swap.base.parts import Dither, Moment, StepParts, StepRule
+from tiermem.swap.program.tile_plan import KernelStep, NativeStep
+from tiermem.units.state_layout import StateViews, is_positive
+from tiermem.units.unit import Shard
 
 FP32_PARAM = "fp32_param"
 

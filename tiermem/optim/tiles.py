@@ -3,7 +3,7 @@
 Before its first step a tile has no states on disk. Its masters are then made from the parameters, or from the fp32 values that
 zero.Init kept; its moments are zero.
 
-The first tiles are read while backward runs (zero/hooks.py says when). States and parameters do not change between
+The first tiles are read while backward runs (run/hooks.py says when). States and parameters do not change between
 steps, so these reads stay valid while micro-batches accumulate, after a failed backward and after a skipped step. Code that
 writes states in between drops these reads (`Shards.drop_head_start`).
 
@@ -25,13 +25,13 @@ from tiermem.optim.tile import Tile, homes_of_tiles, sent_tiles, stepped_ranges,
 from tiermem.optim.tile_step import SecondCopy, TilePass
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tile_work import Act, Kept, RuleOf, Stepping, Visitor, visiting
+from tiermem.plans.plan import Plan
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream
-from tiermem.swap.native import narrow_part, widen_part
-from tiermem.zero.collectives import total
-from tiermem.zero.plan import Plan
-from tiermem.zero.shards import Shards
-from tiermem.zero.state_layout import (
+from tiermem.ranks.collectives import total
+from tiermem.run.shards import Shards
+from tiermem.swap.base.native import narrow_part, widen_part
+from tiermem.swap.memory.accelerator import current_stream, is_accelerator, new_stream
+from tiermem.units.state_layout import (
     MASTER,
     StateLayout,
     StatePart,
@@ -41,11 +41,11 @@ from tiermem.zero.state_layout import (
     keeps_sums,
     weight_runs,
 )
-from tiermem.zero.step_run import overlap_of
-from tiermem.zero.unit import Shard, ShardRange, Unit
-from tiermem.zero.unit_memory import apart
-from tiermem.zero.unit_state import LiveUnit
-from tiermem.zero.values import initial_master
+from tiermem.units.unit import Shard, ShardRange, Unit
+from tiermem.weights.step_run import overlap_of
+from tiermem.weights.unit_memory import apart
+from tiermem.weights.unit_state import LiveUnit
+from tiermem.weights.values import initial_master
 
 FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
 """Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
@@ -201,8 +201,8 @@ class StateTiles:
 
         The caller calls it inside `StepRun.changing_all`, with all else that a step changes.
 
-        Blocks, or with overlap "forward" until all units that are not streamed are stepped (zero/step_run.py); a tile's first
-        step always blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
+        Blocks, or with overlap "forward" until all units that are not streamed are stepped (weights/step_run.py); a tile's
+        first step always blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
         """
         shards, act = self._shards, Stepping(self._shards.workers, rule_of, kept=self._kept)
         if planned is not None:

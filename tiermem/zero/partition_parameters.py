@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from tiermem.zero import registry
-from tiermem.zero.absent import ZeroParamStatus, ZeroParamType
-from tiermem.zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
-from tiermem.zero.init import DeepSpeedTensorOverride, Init, restore_init_context, shutdown_init_context
+from tiermem.run.access import GatheredParameters, register_external_parameter, unregister_external_parameter
+from tiermem.run.init import DeepSpeedTensorOverride, Init, restore_init_context, shutdown_init_context
+from tiermem.units import registry
+from tiermem.weights.absent import ZeroParamStatus, ZeroParamType
 
 __all__ = [
     "DeepSpeedTensorOverride",

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.swap.direct import file_system_of, open_unnamed, preallocate
-from tiermem.swap.native import IoSettings
-from tiermem.swap.passes import Passes
+from tiermem.swap.base.native import IoSettings
+from tiermem.swap.disk.direct import file_system_of, open_unnamed, preallocate
+from tiermem.swap.disk.passes import Passes
 from tiermem.tools.machine import available_bytes
 from tiermem.tools.words import format_bytes
 

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 
-from tiermem.swap import accelerator
-from tiermem.swap.device_kernels import DeviceKernels
-from tiermem.swap.native import choose_isa
-from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule, num_scales
+from tiermem.swap.base.native import choose_isa
+from tiermem.swap.base.parts import Dither, Quantised, StepParts, StepRule, num_scales
+from tiermem.swap.kernels.device_kernels import DeviceKernels
+from tiermem.swap.memory import accelerator
 from tiermem.tools.bench.gpu_link import measure_copies, measure_registration
 from tiermem.tools.bench.gpu_models import ModelRun, train_models
 from tiermem.tools.bench.gpu_passes import (
@@ -189,7 +189,7 @@ def measure_steps(device: torch.device, numel: int) -> dict[str, Any]:
     rows, failures = list[dict[str, Any]](), dict[str, str]()
     with contextlib.suppress(ImportError):
         if accelerator.runs_triton(device):
-            from tiermem.swap import triton_step, triton_sums
+            from tiermem.swap.kernels import triton_step, triton_sums
 
             forms["Triton"] = DeviceKernels(triton_step.launch, triton_sums.launch)
     weight, grad = (torch.full((numel,), value, dtype=torch.bfloat16, device=device) for value in (0.5, 1e-3))

@@ -22,15 +22,15 @@ import torch
 
 from tiermem.forecast.loads import torch_traffic
 from tiermem.precision import PRESETS, Precision
-from tiermem.swap.accelerator import PageLock, free_and_total, is_accelerator, new_stream, on, record
-from tiermem.swap.arena import HUGE_BYTES, PAGE_BYTES, Arena
-from tiermem.swap.device_kernels import kernels_of
-from tiermem.swap.parts import StepParts, StepRule
-from tiermem.swap.ranges import ByteRange, round_up
-from tiermem.swap.torch_step import step_in_torch
+from tiermem.swap.base.parts import StepParts, StepRule
+from tiermem.swap.base.ranges import ByteRange, round_up
+from tiermem.swap.kernels.device_kernels import kernels_of
+from tiermem.swap.kernels.torch_step import step_in_torch
+from tiermem.swap.memory.accelerator import PageLock, free_and_total, is_accelerator, new_stream, on, record
+from tiermem.swap.memory.arena import HUGE_BYTES, PAGE_BYTES, Arena
 from tiermem.tools.machine import available_bytes
 from tiermem.tools.words import format_bytes
-from tiermem.zero.state_layout import StateLayout
+from tiermem.units.state_layout import StateLayout
 
 _COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 MiB
 DIRECTIONS = ("to device", "to host", "both")

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermem.swap.accelerator import find_device, free_and_total
+from tiermem.swap.memory.accelerator import find_device, free_and_total
 from tiermem.tools.bench.gpu_passes import run_process
 from tiermem.tools.bench.small_training import noting_failure
 from tiermem.tools.machine import available_bytes

@@ -32,7 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tiermem.swap.direct import MEMORY_FILE_SYSTEMS, file_system_of
+from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, file_system_of
 from tiermem.tools.bench import io_report
 from tiermem.tools.bench.files import BenchFiles, check_memory, check_room, memory_backed, why_unmeasured
 from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting

@@ -24,13 +24,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Counters, IoSettings, Queue
-from tiermem.swap.passes import Pass, Passes, Quota, memory_bytes
-from tiermem.swap.queue import InFlight, Queues
-from tiermem.swap.run_folder import remove_dead_runs
-from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.base.native import READ, WRITE, Counters, IoSettings, Queue
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.passes import Pass, Passes, Quota, memory_bytes
+from tiermem.swap.disk.queue import InFlight, Queues
+from tiermem.swap.disk.run_folder import remove_dead_runs
+from tiermem.swap.store.move import Move
+from tiermem.swap.store.store import TensorStore
 from tiermem.tools.run_record import IoCounts, kernel_counts
 from tiermem.tools.words import handling, message_of
 

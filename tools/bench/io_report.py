@@ -18,8 +18,8 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
-from tiermem.swap import durable
-from tiermem.swap.native import latency_edges
+from tiermem.swap.base.native import latency_edges
+from tiermem.swap.disk import durable
 from tiermem.tools.bench.io_ranks import Outcome, Setting
 from tiermem.tools.bench.sustained import find_knee
 from tiermem.tools.plots import save_figure

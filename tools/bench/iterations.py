@@ -31,12 +31,14 @@ from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.sharded import ShardedModel
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tile import Tile
+from tiermem.plans.plan import Plan
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import find_device, is_accelerator
-from tiermem.swap.checksum import Sums
-from tiermem.swap.program import Program
-from tiermem.swap.queue import Meter
-from tiermem.swap.tile_program import TileProgram
+from tiermem.run.shards import Shards
+from tiermem.swap.base.tile_program import TileProgram
+from tiermem.swap.disk.queue import Meter
+from tiermem.swap.memory.accelerator import find_device, is_accelerator
+from tiermem.swap.program.program import Program
+from tiermem.swap.store.checksum import Sums
 from tiermem.tools.bench.small_training import PHASES
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Job, large_blocks_mapped, resident_of
@@ -46,10 +48,8 @@ from tiermem.tools.run_record import IoCounts, kernel_counts, median_limits
 from tiermem.tools.train_job import with_host_bytes
 from tiermem.tools.training import counts_at_rest, load_model_classes, store_counts
 from tiermem.tools.words import message_of
-from tiermem.zero.plan import Plan
-from tiermem.zero.shards import Shards
-from tiermem.zero.step_run import overlap_of
-from tiermem.zero.unit import Unit
+from tiermem.units.unit import Unit
+from tiermem.weights.step_run import overlap_of
 
 # ---- the least bytes that an iteration moves -------------------------------------------------------------------------
 #

@@ -36,9 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.precision import DTYPES
-from tiermem.swap.queue import busiest
-from tiermem.swap.run_folder import remove_dead_runs
-from tiermem.swap.tier import ALIGNMENT
+from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.disk.queue import busiest
+from tiermem.swap.disk.run_folder import remove_dead_runs
 from tiermem.tools.bench.files import check_room
 from tiermem.tools.bench.iterations import Least, Turn
 from tiermem.tools.bench.stepped_model import SETTINGS, BareSetting, Roofline

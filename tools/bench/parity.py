@@ -32,12 +32,12 @@ from torch.multiprocessing.spawn import start_processes
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
-from tiermem.swap.native import IoSettings
+from tiermem.ranks.joining import hold_no_group
+from tiermem.swap.base.native import IoSettings
 from tiermem.tools.bench.small_training import Block, Tower
 from tiermem.tools.machine import caption, machine_facts, try_engines
 from tiermem.tools.words import EXIT_USER, message_of
 from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tiermem.zero.joining import hold_no_group
 
 EXIT_DIFFERS = 1
 

@@ -23,12 +23,12 @@ from torch.multiprocessing.spawn import start_processes
 
 import tiermem
 from tiermem import OffloadPolicy
+from tiermem.ranks.joining import hold_no_group
 from tiermem.tools.bench.small_training import PHASES, Block, Tower, timed
 from tiermem.tools.machine import caption, machine_facts
 from tiermem.tools.options import RanksBenchOptions
 from tiermem.tools.reports import table
 from tiermem.tools.words import stopped_by_sigterm
-from tiermem.zero.joining import hold_no_group
 
 # ---- what each rank runs ---------------------------------------------------------------------------------------------
 #

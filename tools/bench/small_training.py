@@ -32,7 +32,7 @@ from torch import nn
 
 import tiermem
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.accelerator import is_accelerator, reset_peak, usage
+from tiermem.swap.memory.accelerator import is_accelerator, reset_peak, usage
 from tiermem.tools.bench.gpu_trace import profiled
 from tiermem.tools.words import parse_list, save_json
 

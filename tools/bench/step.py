@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.precision import Precision
-from tiermem.swap.checksum import Verify
+from tiermem.swap.store.checksum import Verify
 from tiermem.tools.bench.files import check_memory, check_room
 from tiermem.tools.bench.stepped_model import (
     DTYPES,

@@ -21,16 +21,16 @@ from tiermem.engine.sharding import shard
 from tiermem.optim.classes import AdamW
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import Precision
-from tiermem.swap.checksum import Verify
-from tiermem.swap.passes import Passes
-from tiermem.swap.ranges import round_up
+from tiermem.swap.base.ranges import round_up
+from tiermem.swap.disk.passes import Passes
+from tiermem.swap.store.checksum import Verify
 from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.small_training import Tower
 from tiermem.tools.bench.witnesses import BareLoop
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.plots import new_figure, save_figure, stack_bands
 from tiermem.tools.run_record import IoCounts, Span, busy_fraction, kernel_counts, rows_of, within
-from tiermem.zero.state_layout import StateLayout
+from tiermem.units.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -209,7 +209,7 @@ def _blocks(num_params: int, dtype: torch.dtype) -> Tower:
 #
 #   disk     a bare loop (tests/native/bare_loop, built by `make yardsticks`) reads and writes as many bytes on each path, all
 #              at the same time, in files that lie beside the store. Several settings take turns between the steps; the
-#              best median counts. Without the program the queue moves the bytes (swap/passes.py), which is said.
+#              best median counts. Without the program the queue moves the bytes (swap/disk/passes.py), which is said.
 #     memory   what Adam reads and writes in memory, at the rate of a vector loop over memory of its own
 #
 # No step can be faster, so a fraction above `MOST_FRACTION` says that the yardstick is wrong.

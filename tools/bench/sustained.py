@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.swap.native import IoSettings
-from tiermem.swap.passes import Passes, Quota
+from tiermem.swap.base.native import IoSettings
+from tiermem.swap.disk.passes import Passes, Quota
 from tiermem.tools.bench.files import BLOCK_BYTES, DEPTH, BenchFiles, DiskRate, rate_of_all
 from tiermem.tools.words import format_bytes
 

@@ -22,10 +22,10 @@ from pydantic_core import PydanticSerializationError, core_schema
 from typing_extensions import dataclass_transform
 
 from tiermem.checkpoint.format.kinds import DTYPES, dtype_of, name_of
-from tiermem.swap.native import crc32c_of
-from tiermem.weights import once
+from tiermem.swap.base.native import crc32c_of
+from tiermem.weights_io import once
 
-# ---- the CRC-32C of a file's text (for states: swap/checksum.py) -----------------------------------------------------
+# ---- the CRC-32C of a file's text (for states: swap/store/checksum.py) -----------------------------------------------------
 
 
 def crc32c(data: bytes | memoryview) -> int:

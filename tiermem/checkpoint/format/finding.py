@@ -34,8 +34,8 @@ from tiermem.checkpoint.format.manifest import (
     parse_part,
     parse_pointer,
 )
-from tiermem.swap import durable
-from tiermem.swap.ranges import Numbers
+from tiermem.swap.base.ranges import Numbers
+from tiermem.swap.disk import durable
 
 # ---- rows: pieces as arrays ------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Kinds: how the elements of a piece of a state are stored, and how many bytes they take.
 
     fp32 bf16 fp16 int64 ...   numbers in torch's layout, little-endian
-    split                      int16: the 16 bits of an fp32 master that its bf16 weight does not hold (zero/state_layout.py)
+    split                      int16: the 16 bits of an fp32 master that its bf16 weight does not hold (units/state_layout.py)
     8bit, 8bit-scales          a moment: one byte per element, one scale byte per 64 elements (native/tiermem.h)
-    packed, packed-scales      a frozen weight: one int8 per element, one fp32 scale per 64 elements (zero/quantised.py)
+    packed, packed-scales      a frozen weight: one int8 per element, one fp32 scale per 64 elements (units/quantised.py)
     nf4, packed-scales         a frozen weight: two elements per byte, one fp32 scale per 64 elements (the same)
 
 Blocks of 64 elements start at the first element of a piece. The last block of a piece may be shorter.

@@ -24,9 +24,9 @@ from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.interchange.foreign import STEP, torch_groups
 from tiermem.checkpoint.interchange.write import Progress, new_folder
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
-from tiermem.swap import durable
-from tiermem.swap.direct import check_room
-from tiermem.weights import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.direct import check_room
+from tiermem.weights_io import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
 
 # ---- the weights of an opened step -----------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ def export_weights(
         OUT/config.json                             the model's config, if it is given
 
     A shard is created in its full size and filled 16 MiB at a time, so memory use does not depend on its size. Files have
-    random names until all are synced (swap/durable.py); the index is renamed after the shards.
+    random names until all are synced (swap/disk/durable.py); the index is renamed after the shards.
 
     Args:
         max_shard_bytes: a larger tensor gets a shard of its own. None: one file.

@@ -28,7 +28,7 @@ from tiermem.checkpoint.interchange.foreign import (
     steps_in,
 )
 from tiermem.checkpoint.interchange.from_torch import MODEL_KEYS, OPTIMIZER_KEYS, Attributes, load_bytes, tensors_in
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 
 # ---- the files -------------------------------------------------------------------------------------------------------
 #

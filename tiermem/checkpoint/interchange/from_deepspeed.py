@@ -39,8 +39,8 @@ from tiermem.checkpoint.interchange.foreign import (
     tie,
 )
 from tiermem.checkpoint.interchange.from_torch import Attributes, load_torch
-from tiermem.swap import durable
-from tiermem.zero.state_layout import MASTER
+from tiermem.swap.disk import durable
+from tiermem.units.state_layout import MASTER
 
 _FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _SCALER = "deepspeed.runtime.fp16.loss_scaler."

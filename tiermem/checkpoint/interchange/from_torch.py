@@ -34,9 +34,9 @@ from tiermem.checkpoint.interchange.foreign import (
     steps_in,
     tie,
 )
-from tiermem.swap import durable
-from tiermem.swap.stream import FileReader
-from tiermem.weights import INDEX_NAME, find_files, names_in, read_header, read_ties
+from tiermem.swap.disk import durable
+from tiermem.swap.store.stream import FileReader
+from tiermem.weights_io import INDEX_NAME, find_files, names_in, read_header, read_ties
 
 # ---- files of torch.save ---------------------------------------------------------------------------------------------
 #

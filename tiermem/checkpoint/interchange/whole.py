@@ -14,7 +14,7 @@ from tiermem.checkpoint.interchange.write import Imported, new_folder
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.copies import Pace, copy, lay_out, take_room
 from tiermem.checkpoint.saving.publish import write_pointer
-from tiermem.swap import durable
+from tiermem.swap.disk import durable
 
 
 def export_whole(

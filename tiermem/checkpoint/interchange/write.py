@@ -26,10 +26,10 @@ from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory, write_data
 from tiermem.checkpoint.saving.publish import Content, SavingInto, alone, manifest_of, write_latest, write_part
-from tiermem.swap import durable
-from tiermem.swap.run_folder import is_of_one_host
-from tiermem.zero.collectives import exchange
-from tiermem.zero.topology import Topology
+from tiermem.ranks.collectives import exchange
+from tiermem.ranks.topology import Topology
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.run_folder import is_of_one_host
 
 # ---- reading a checkpoint of any known system ------------------------------------------------------------------------
 

@@ -34,13 +34,13 @@ from tiermem.optim.ordinary import STEP
 from tiermem.optim.rules import IMPLEMENTATION
 from tiermem.optim.sharded import take_up
 from tiermem.optim.tiles import tiles_of
+from tiermem.plans.agreement import agree
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import is_accelerator, set_rng_state
-from tiermem.swap.run_folder import Owner, this_process
-from tiermem.zero.agreement import agree
-from tiermem.zero.collectives import exchange
-from tiermem.zero.shards import Shards
-from tiermem.zero.topology import Topology
+from tiermem.ranks.collectives import exchange
+from tiermem.ranks.topology import Topology
+from tiermem.run.shards import Shards
+from tiermem.swap.disk.run_folder import Owner, this_process
+from tiermem.swap.memory.accelerator import is_accelerator, set_rng_state
 
 # ---- saved weights as a mapping --------------------------------------------------------------------------------------
 

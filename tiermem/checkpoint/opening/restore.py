@@ -32,15 +32,15 @@ from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_work import Places
 from tiermem.optim.tiles import tiles_of
-from tiermem.swap.arena import PAGE_BYTES, Slot
-from tiermem.swap.native import Workers, narrow_part
-from tiermem.swap.parts import Moment, Quantised
-from tiermem.zero.shards import Shards
-from tiermem.zero.state_layout import is_positive
-from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Shard
-from tiermem.zero.unit_state import LiveUnit
-from tiermem.zero.values import initial_master
+from tiermem.ranks.topology import Topology
+from tiermem.run.shards import Shards
+from tiermem.swap.base.native import Workers, narrow_part
+from tiermem.swap.base.parts import Moment, Quantised
+from tiermem.swap.memory.arena import PAGE_BYTES, Slot
+from tiermem.units.state_layout import is_positive
+from tiermem.units.unit import Shard
+from tiermem.weights.unit_state import LiveUnit
+from tiermem.weights.values import initial_master
 
 # ---- matching saved tensors with parameters and buffers --------------------------------------------------------------
 

@@ -27,13 +27,13 @@ from tiermem.checkpoint.format.fields import ManifestError, no_collection
 from tiermem.checkpoint.format.finding import Found, Opened, cover, find, read_manifest, read_parts
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, Parameter, Part
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, DamagedState, Span, Stream, Verified
-from tiermem.swap import durable
-from tiermem.swap.native import Workers, widen_part
-from tiermem.swap.parts import Quantised
-from tiermem.swap.run_folder import Owner, RunName, owner_of, share, this_process
-from tiermem.zero.quantised import BLOCK, FORMATS, BlockFormat, unpack
-from tiermem.zero.state_layout import is_positive
-from tiermem.zero.topology import fair_cores, fair_threads
+from tiermem.ranks.topology import fair_cores, fair_threads
+from tiermem.swap.base.native import Workers, widen_part
+from tiermem.swap.base.parts import Quantised
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.run_folder import Owner, RunName, owner_of, share, this_process
+from tiermem.units.quantised import BLOCK, FORMATS, BlockFormat, unpack
+from tiermem.units.state_layout import is_positive
 
 if TYPE_CHECKING:
     from typing_extensions import Self

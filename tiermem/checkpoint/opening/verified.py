@@ -15,11 +15,11 @@ import torch
 from tiermem.checkpoint.format.kinds import BLOCK, OF_SCALES, SCALED, bytes_of, grain_of
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, Piece
 from tiermem.checkpoint.saving.pieces import run_of
-from tiermem.swap.arena import Arena
-from tiermem.swap.errors import CorruptionError
-from tiermem.swap.native import Workers
-from tiermem.swap.ranges import FileRange
-from tiermem.swap.stream import ReadAhead, Reading
+from tiermem.swap.base.errors import CorruptionError
+from tiermem.swap.base.native import Workers
+from tiermem.swap.base.ranges import FileRange
+from tiermem.swap.memory.arena import Arena
+from tiermem.swap.store.stream import ReadAhead, Reading
 
 # ---- the error -------------------------------------------------------------------------------------------------------
 

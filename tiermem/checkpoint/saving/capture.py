@@ -25,12 +25,12 @@ from tiermem.optim import ordinary
 from tiermem.optim.tile import Tile
 from tiermem.optim.tiles import tiles_of
 from tiermem.policy import Tier
-from tiermem.zero import registry
-from tiermem.zero.quantised import byte_ranges
-from tiermem.zero.shards import Shards
-from tiermem.zero.unit import Shard, ShardRange
-from tiermem.zero.unit_state import LiveUnit
-from tiermem.zero.values import initial_master
+from tiermem.run.shards import Shards
+from tiermem.units import registry
+from tiermem.units.quantised import byte_ranges
+from tiermem.units.unit import Shard, ShardRange
+from tiermem.weights.unit_state import LiveUnit
+from tiermem.weights.values import initial_master
 
 if TYPE_CHECKING:
     from tiermem.optim.base import NativeOptimizer

@@ -15,7 +15,7 @@ unchanged. Files that cannot be removed (the disk has become read-only) are remo
 rank 0 writes, the other ranks cannot know whether the manifest exists. They leave all files, and opening the folder finds one
 step or the other.
 
-After a commit, optimizer steps write to slots that no kept commit holds (swap/entry.py).
+After a commit, optimizer steps write to slots that no kept commit holds (swap/store/entry.py).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from tiermem.checkpoint.saving.publish import (
     write_part,
 )
 from tiermem.checkpoint.together import talk_over, together
-from tiermem.swap.accelerator import is_accelerator, rng_state
-from tiermem.swap.entry import Freeze
-from tiermem.swap.run_folder import is_of_commit, remove
-from tiermem.zero.shards import Shards
+from tiermem.run.shards import Shards
+from tiermem.swap.disk.run_folder import is_of_commit, remove
+from tiermem.swap.memory.accelerator import is_accelerator, rng_state
+from tiermem.swap.store.entry import Freeze
 
 if TYPE_CHECKING:
     from tiermem.optim.base import NativeOptimizer

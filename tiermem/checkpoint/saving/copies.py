@@ -43,15 +43,15 @@ from tiermem.checkpoint.saving.publish import (
     write_part,
 )
 from tiermem.checkpoint.together import Talk, talk_over, together
-from tiermem.swap import direct, durable
-from tiermem.swap.direct import open_direct
-from tiermem.swap.entry import Freeze
-from tiermem.swap.ranges import round_up
-from tiermem.swap.run_folder import SEGMENT, is_of_one_host, remove
-from tiermem.swap.tier import ALIGNMENT
-from tiermem.zero.failures import Traffic
-from tiermem.zero.shards import Shards
-from tiermem.zero.topology import Topology, group_aside
+from tiermem.ranks.failures import Traffic
+from tiermem.ranks.topology import Topology, group_aside
+from tiermem.run.shards import Shards
+from tiermem.swap.base.ranges import round_up
+from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.disk import direct, durable
+from tiermem.swap.disk.direct import open_direct
+from tiermem.swap.disk.run_folder import SEGMENT, is_of_one_host, remove
+from tiermem.swap.store.entry import Freeze
 
 # ---- copying file ranges ---------------------------------------------------------------------------------------------
 #
@@ -64,7 +64,7 @@ from tiermem.zero.topology import Topology, group_aside
 #     read and write     with O_DIRECT; copy_file_range goes through the page cache, at 0.4 of the speed and 5 times the CPU
 #                        time (ext4)
 #
-# Frozen ranges do not change (swap/entry.py), so a slow copy still holds one moment.
+# Frozen ranges do not change (swap/store/entry.py), so a slow copy still holds one moment.
 
 _FICLONERANGE = 0x4020940D
 _STEP_BYTES = 4 << 20

@@ -15,11 +15,11 @@ import torch
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.finding import Key, Rows, grains, joined_rows
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
-from tiermem.swap.checksum import Crcs, Sums, crc32c, crc32c_combine, crc32c_join
-from tiermem.swap.entry import Freeze
-from tiermem.swap.native import Workers, crc32c_of
-from tiermem.swap.ranges import Numbers, round_up, spread
-from tiermem.swap.stream import FileWriter
+from tiermem.swap.base.native import Workers, crc32c_of
+from tiermem.swap.base.ranges import Numbers, round_up, spread
+from tiermem.swap.store.checksum import Crcs, Sums, crc32c, crc32c_combine, crc32c_join
+from tiermem.swap.store.entry import Freeze
+from tiermem.swap.store.stream import FileWriter
 
 CHUNK_BYTES = 4 << 20
 _ALIGN = 64  # bytes

@@ -43,11 +43,11 @@ from tiermem.checkpoint.format.manifest import (
     manifest_name,
 )
 from tiermem.checkpoint.saving.pieces import Placed, Resting, Run, Stretch, checksums
-from tiermem.swap import durable
-from tiermem.swap.durable import NEW_PREFIX, NEW_SUFFIX
-from tiermem.swap.entry import Freeze
-from tiermem.swap.run_folder import RunFolder, RunName, is_held, is_of_one_host, leads_to, remove, run_folders
-from tiermem.zero.shards import Shards
+from tiermem.run.shards import Shards
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.durable import NEW_PREFIX, NEW_SUFFIX
+from tiermem.swap.disk.run_folder import RunFolder, RunName, is_held, is_of_one_host, leads_to, remove, run_folders
+from tiermem.swap.store.entry import Freeze
 
 # ---- the content of a commit or a copy -------------------------------------------------------------------------------
 

@@ -42,13 +42,13 @@ from tiermem.checkpoint.saving.publish import Content, remove_unfinished
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import is_accelerator
-from tiermem.swap.checksum import crc32c
-from tiermem.swap.entry import Freeze
-from tiermem.swap.errors import Place
-from tiermem.swap.paths import as_paths
-from tiermem.zero.shards import Shards
-from tiermem.zero.step_run import overlap_of
+from tiermem.run.shards import Shards
+from tiermem.swap.base.errors import Place
+from tiermem.swap.disk.paths import as_paths
+from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.swap.store.checksum import crc32c
+from tiermem.swap.store.entry import Freeze
+from tiermem.weights.step_run import overlap_of
 
 # ---- the durable steps that a corruption does not touch --------------------------------------------------------------
 

@@ -1,0 +1,11 @@
+"""What every other package of the floor uses: tiers, ranges, errors, and the binding to floor 0.
+
+Files in order: each imports only files before it.
+
+    tier          the tiers DEVICE, HOST and NVME
+    ranges        byte ranges, sets of free ranges, columns of numbers
+    errors        errors of failed checksums; advice about system errors
+    parts         the tensors and the rule of one optimizer step
+    native        the binding to floor 0: map, queue and its settings, workers, kernels
+    tile_program  the binding of native step programs
+"""

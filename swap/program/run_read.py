@@ -1,0 +1,217 @@
+"""Running: a run of a step program; RunRead: a read of bytes that it changes. Where the new bytes of a tile come from:
+
+    a tile that is not computed yet             the program copies its new bytes when it has computed them
+    a tile that is computed, and not written    they are copied from its buffer at once
+    a tile that is written, and other bytes     they are read from disk
+
+The read is given to its caller at once; `wait` blocks until all bytes are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from tiermem.swap.base.tile_program import TileProgram
+from tiermem.swap.program.tile_plan import TilePlan, TileWork
+from tiermem.swap.store.move import Move
+
+T = TypeVar("T")
+
+SLICE_S = 0.1
+"""Seconds between looks for signals, such as Ctrl-C, while a thread waits for a program."""
+
+
+@dataclasses.dataclass
+class RunState:
+    """What a run and its reads know of each other. The native program forgets a run when the next one begins."""
+
+    is_told: bool = False  # whether its failure has been raised
+    is_over: bool = False
+    error: OSError | None = None  # why it ended before all tiles were stepped and written
+
+    def tell(self) -> None:
+        """Notes that its failure is raised."""
+        self.is_told = True
+
+    def end(self, error: OSError | None) -> None:
+        """Notes its end."""
+        self.is_over, self.error = True, error
+
+
+class ShownBy(NamedTuple):
+    """Bytes of an entry that a tile of a run changes."""
+
+    tile: int  # its index in the run
+    offset: int
+    num_bytes: int
+
+
+@dataclasses.dataclass
+class Running(Generic[T]):
+    """A run under way."""
+
+    planned: list[TilePlan[T]]
+    work: TileWork[T]
+    lane: str
+    is_awaited: bool  # its caller does nothing but wait
+    shown: dict[str, list[ShownBy]] = dataclasses.field(default_factory=dict)  # by entry
+    of_unit: dict[int, list[tuple[int, T]]] = dataclasses.field(default_factory=dict)  # its tiles with their indexes
+    noted: set[int] = dataclasses.field(default_factory=set)  # tiles whose writes the store knows of
+    causes: list[Exception] = dataclasses.field(default_factory=list)  # of tiles that were not brought
+    is_cut: bool = False  # it failed before it was given all tiles
+    state: RunState = dataclasses.field(default_factory=RunState)
+
+    def cut(self) -> None:
+        """Notes that the other tiles are not given to it."""
+        self.is_cut = True
+
+    def __post_init__(self) -> None:
+        self._has_called = self._has_brought = False
+        self._look_at(self.planned)
+
+    def add(self, plans: Sequence[TilePlan[T]]) -> None:
+        """Adds tiles behind the others."""
+        self._look_at(plans)
+        self.planned.extend(plans)
+
+    def trim(self, num_given: int) -> None:
+        """Removes the tiles behind those that the native program was given: it refused them, or an interrupt came before."""
+        del self.planned[num_given:]
+
+    def _look_at(self, plans: Sequence[TilePlan[T]]) -> None:
+        self._has_called |= any(not plan.is_native for plan in plans)
+        self._has_brought |= any(plan.is_brought for plan in plans)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether no tile needs its caller."""
+        return not self._has_called
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether tiles need bytes from elsewhere than disk, and nothing else of the caller."""
+        return self._has_brought and not self._has_called
+
+    def take_on(self, work: TileWork[T]) -> None:
+        """Makes a tentative run the run of this work, which is that of its tiles."""
+        self.work = work
+
+    def show(self) -> None:
+        """Notes whose its tiles are, and where reads find their bytes, when it has all of them."""
+        for index, each in enumerate(self.planned):
+            self.of_unit.setdefault(each.native.unit, []).append((index, each.tile))
+            if (shown := each.shown) is not None:
+                self.shown.setdefault(shown.entry, []).append(ShownBy(index, shown.offset, shown.memory.num_bytes))
+
+
+class RunRead:
+    """A read with the methods of a Move. Thread-safe.
+
+    Args:
+        program: of the run.
+        run: its state.
+        unit: the number of the unit whose bytes these are.
+        tiles: the tiles whose bytes are copied when they are computed; None: the run has failed, and `wait` raises its error.
+        move: the read of the others.
+        failure: makes the error of a run that has ended before the unit was computed; told whether it is raised.
+        waited: told the times of a wait.
+    """
+
+    def __init__(
+        self,
+        program: TileProgram,
+        run: RunState,
+        unit: int,
+        tiles: Sequence[int] | None,
+        move: Move | None,
+        failure: Callable[[bool], OSError],
+        waited: Callable[[int, int], None],
+    ) -> None:
+        self.was_cancelled = False
+        self._program = program
+        self._run = run
+        self._unit = unit
+        self._tiles = tiles
+        self._move = move
+        self._failure = failure
+        self._waited = waited
+
+    def wait(self) -> None:
+        """Blocks until the bytes have arrived. Raises OSError: the error of the run, if it ended before; ECANCELED."""
+        if not self._await_run():
+            raise self._failure(True)
+        if self._move is not None:
+            self._move.wait()
+
+    def outcome(self) -> OSError | None:
+        """Blocks as `wait` and returns its error instead of raising it; None also after `cancel`."""
+        try:
+            if not self._await_run():
+                return self._failure(False)
+        except OSError:
+            return None  # cancelled
+        return None if self._move is None else self._move.outcome()
+
+    def _await_run(self) -> bool:
+        """Whether the unit has been computed, when it has or the run has ended. Raises ECANCELED after `cancel`."""
+        start_ns, is_computed = time.monotonic_ns(), self._look(0.0)
+        if is_computed is None:
+            while is_computed is None and not self.was_cancelled:
+                is_computed = self._look(SLICE_S)
+            self._waited(start_ns, time.monotonic_ns())
+        if self.was_cancelled:
+            raise OSError(errno.ECANCELED, "a read of weights that are being stepped was cancelled")
+        return is_computed is True
+
+    def _look(self, timeout_s: float) -> bool | None:
+        """Whether the unit has been computed; False: the run has ended before; None: not within the time."""
+        found = None if self._run.is_over else self._program.wait(self._unit, False, timeout_s)
+        if self._tiles is None:
+            return False
+        return self._run.error is None if self._run.is_over else found
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._look(0.0) is not None and (self._move is None or self._move.is_done())
+
+    def promote(self) -> None:
+        """Makes the run take the unit's tiles first, and the transfers urgent. Does not block."""
+        self._look(1e-9)
+        if self._move is not None:
+            self._move.promote()
+
+    def cancel(self) -> None:
+        """Ends the read: afterwards nothing is written to its buffer. Never raises OSError."""
+        self.was_cancelled = True
+        for tile in () if self._run.is_over else self._tiles or ():
+            self._program.take(tile, 0)
+        if self._move is not None:
+            self._move.cancel()
+
+
+class Server(Protocol):
+    """Does what the tiles of a run need beside native work. Program is one."""
+
+    def serve(self, running: Running[Any]) -> bool:
+        """Does it for the next tile. Blocks up to SLICE_S. True: the run has ended."""
+
+
+def serve(
+    native: TileProgram, server_of: Callable[[], Server | None], running_of: Callable[[], Running[Any] | None]
+) -> None:
+    """Serves a run until it ends, in a thread. A run that is never committed is stopped with its program, or the process."""
+    while threading.main_thread().is_alive():
+        server, running = server_of(), running_of()
+        if server is None or running is None:
+            break
+        if server.serve(running):
+            return
+        del server, running
+    with contextlib.suppress(RuntimeError):  # it is closed
+        native.stop()

@@ -1,0 +1,88 @@
+"""Sums of squares of gradients, block by block, and what scales them, on the accelerator that has them or on the CPU.
+
+Each block's sum is computed when a part of a gradient comes home (gradient_store.py). Added up on an accelerator, no thread
+waits; the CPU gets all of them in one copy, for which it waits once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch.nn.functional import pad
+
+from tiermem.swap.memory.accelerator import ToHost
+from tiermem.units.unit import Shard
+
+
+class BlockSums:
+    """The blocks' sums of squares that an accelerator has, and their copy to the CPU."""
+
+    def __init__(self) -> None:
+        self._coming: tuple[list[torch.Tensor], ToHost] | None = None  # the sums that are being copied
+
+    def bring(self, every: Sequence[Shard]) -> None:
+        """Keeps the sums of squares of an accelerator on the CPU. Blocks until they are there."""
+        self._start(every)
+        coming, self._coming = self._coming, None
+        away = [shard for shard in every if isinstance(shard.gradient.block_sums, torch.Tensor)]
+        if coming is not None and away:
+            whole = coming[1].wait().tolist()
+            for shard, own in zip(away, coming[0], strict=True):
+                shard.gradient.bring_sums(whole[: own.numel()])
+                del whole[: own.numel()]
+
+    def squares_there(self, shards: Sequence[Shard], every: Sequence[Shard]) -> torch.Tensor | None:
+        """The sum of squares of each parameter's gradient, float64, on the accelerator; None where the sums are not there.
+
+        Adds the blocks' sums up as a binary tree. Starts to copy those of `every` parameter to the CPU.
+        """
+        there = [shard.gradient.block_sums for shard in shards if shard.gradient.is_there]
+        own = [sums for sums in there if isinstance(sums, torch.Tensor) and sums.numel()]
+        if not own or any(not isinstance(sums, torch.Tensor) and sums for sums in there):
+            return None
+        self._start(every)
+        found = [torch.zeros((), dtype=torch.float64, device=own[0].device)] * len(shards)
+        alike: dict[int, list[int]] = {}
+        for number, shard in enumerate(shards):
+            sums = shard.gradient.block_sums
+            if shard.gradient.is_there and isinstance(sums, torch.Tensor) and sums.numel():
+                alike.setdefault(sums.numel(), []).append(number)
+        for count, numbers in alike.items():
+            rows = torch.stack([cast(torch.Tensor, shards[number].gradient.block_sums) for number in numbers])
+            tree = pad(rows, (0, (1 << (count - 1).bit_length()) - count))
+            while tree.shape[1] > 1:
+                lower, upper = tree.chunk(2, dim=1)
+                tree = lower + upper
+            for number, sum_of in zip(numbers, tree.view(-1).unbind(), strict=True):
+                found[number] = sum_of
+        return torch.stack(found)
+
+    def _start(self, every: Sequence[Shard]) -> None:
+        """Starts to copy sums of squares from an accelerator to the CPU, all at once, unless they are being copied."""
+        away = [s.gradient.block_sums for s in every if isinstance(s.gradient.block_sums, torch.Tensor)]
+        before = [] if self._coming is None else self._coming[0]
+        if away and [id(sums) for sums in before] != [id(sums) for sums in away]:
+            self._coming = away, ToHost(torch.cat(away))
+
+
+def with_factors(found: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:
+    """Values of parameters multiplied by the sizes of their factors that an accelerator computes."""
+    by_factors: dict[tuple[int, ...], list[int]] = {}
+    for number, shard in enumerate(shards):
+        by_factors.setdefault(tuple(map(id, shard.gradient.factors_there)), []).append(number)
+    for numbers in by_factors.values():
+        for factor in shards[numbers[0]].gradient.factors_there:
+            found = _scaled(found, numbers, factor.abs())
+    return found
+
+
+def _scaled(norms: torch.Tensor, numbers: Sequence[int], factor: torch.Tensor) -> torch.Tensor:
+    """Norms, of which those with these numbers are multiplied by a factor on their device."""
+    if len(numbers) == norms.numel():
+        return norms * factor
+    parts = list(norms.unbind())
+    for number in numbers:
+        parts[number] = parts[number] * factor
+    return torch.stack(parts)

@@ -1,0 +1,9 @@
+"""Plans: the bytes of every tier before anything is allocated, and the plan that the budgets hold.
+
+Files in order: each imports only files before it.
+
+    plan       bytes on every tier, computed before allocation
+    budget     chooses the plan that the budgets hold
+    pools      the store of a plan, and its buffers, carved from the arena
+    agreement  compares program, model and policy over ranks
+"""

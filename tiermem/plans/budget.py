@@ -1,0 +1,353 @@
+"""Budget: chooses the plan of a sharded model, the best one that the budgets of HOST and DEVICE hold."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.plans.plan import CONTEXT, Choice, Plan, Planner, format_mib
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.ranks.collectives import exchange
+from tiermem.ranks.topology import Topology
+from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
+from tiermem.swap.memory.arena import PAGE_BYTES
+from tiermem.swap.store.store import TensorStore
+from tiermem.units.unit import Division, Unit, reads_weights_again
+
+logger = logging.getLogger("tiermem")
+
+
+def make_plan(
+    division: Division,
+    policy: OffloadPolicy,
+    topology: Topology,
+    is_gpu: bool,
+    ranks_on_node: int,
+    context_bytes: int = 0,
+) -> Plan:
+    """Plans a division under a policy.
+
+    context_bytes: HOST memory that this process has taken for the accelerator's context; part of the budget. Ranks plan for the
+    rank that took most, so the call is collective.
+
+    With one shard, a unit that rests where the maths runs is used there. In `Plan.division` such units are resident; or, where
+    a step of states on NVMe can go on under the next forward, in place. Raises ValueError when the budget cannot hold the
+    smallest plan, or a parameter cannot be kept in the policy's precision.
+    """
+    if policy.grads is Tier.DEVICE and not is_gpu:
+        raise ValueError(
+            "grads=DEVICE without an accelerator: reduced gradients rest on HOST or NVME; leave it None for what fits the "
+            "budget"
+        )
+    for unit in division.units:
+        if unit.is_trainable:
+            policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
+    homes = _unit_homes(division.units, policy, topology.num_shards)
+    if topology.num_shards == 1:
+        near = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
+        as_is = [u for u in division.units if homes.get(u.index) in near and not (u.is_packed or u.is_widened)]
+        steps_go_on = not is_gpu and policy.optim is Tier.NVME and policy.wanted_overlap(policy.optim, is_gpu) != "none"
+        absent = {u.index for u in as_is if steps_go_on and u.is_trainable and homes[u.index] is Tier.HOST}
+        stays = {u.index for u in as_is} - absent
+        homes = {index: home for index, home in homes.items() if index not in stays}
+        division = division.with_residents(stays).with_in_place(absent)
+    if is_gpu:
+        context_bytes = max(map(int, exchange(topology, str(context_bytes))))
+    maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node, context_bytes)
+    plan = maker.make(set())
+    if plan is not None and is_gpu and policy.device_bytes is not None:
+        plan = maker.make(_staying(maker, division, homes)) or plan
+    if plan is None:
+        raise ValueError(maker.refusal())
+    return plan
+
+
+def plan_unfrozen(
+    now: Plan,
+    indices: Collection[int],
+    policy: OffloadPolicy,
+    topology: Topology,
+    is_gpu: bool,
+    ranks_on_node: int,
+    keeps_grads: bool,
+) -> Plan:
+    """The plan of the same units with more of them trained (by index), within the same budgets.
+
+    Units and tiles that are there keep their sizes. When the budget is short, gradients go to NVME, then there are fewer tile
+    buffers, and states that the first plan kept on HOST beyond their tier rest on NVME.
+
+    keeps_grads: gradients stay on their tier. Raises ValueError with the arithmetic, and for a dtype without a master.
+    """
+    division = now.division.with_unfrozen(indices)
+    for index in indices:
+        unit = division.units[index]
+        policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
+    context = sum(row.num_bytes for row in now.rows if row.what == CONTEXT)
+    maker = _Maker(division, policy, topology, is_gpu, now.unit_homes, ranks_on_node, context)
+    maker.follow(now, keeps_grads)
+    plan = maker.make(())
+    if plan is None:
+        raise ValueError(maker.refusal())
+    return plan
+
+
+def take_disk(
+    plan: Plan, policy: OffloadPolicy, store: TensorStore, topology: Topology, is_slot_taken: bool = False
+) -> Plan:
+    """Preallocates the disk space of a plan beyond what is in use; returns the plan for which every rank has room.
+
+    Of the slot of steps under backward it only looks whether there is room, once all ranks have what they must have:
+    `take_slot` takes it before the first of them. They are left out where a rank has none.
+
+    is_slot_taken: this rank has taken the slot. Leaving it out would give no space back, so the whole plan is taken.
+
+    Collective; blocks. Logs what such steps lack where they are left out: as a warning if the policy names them. Raises OSError
+    when the plan finds no space.
+    """
+    failed: OSError | None = None
+    try:
+        if plan.disk_bytes:
+            least = plan.disk_bytes - (0 if is_slot_taken else plan.attempt_disk_bytes)
+            store.reserve_disk(_due(store, least), why_disk(plan, policy))
+    except OSError as error:  # of this rank, perhaps alone
+        failed = error
+    may_look = plan.attempt_disk_bytes and not any(exchange(topology, "no" if failed or is_slot_taken else ""))
+    missing = _missing(plan, store, topology) if may_look else ""
+    if failed is not None:
+        raise failed
+    if missing:
+        size = f"{plan.attempt_disk_bytes} bytes ({format_mib(plan.attempt_disk_bytes)})"
+        plan = plan.without_attempts(f"{size} more on disk, for which not every rank has room: {missing}")
+    if plan.lacks:
+        level = logging.WARNING if policy.overlap == "backward" else logging.INFO
+        logger.log(level, 'overlap "backward" needs %s. Steps run under the next forward', plan.lacks)
+    return plan
+
+
+def take_slot(plan: Plan, store: TensorStore) -> bool:
+    """Preallocates the disk space of steps under backward, before the first one; whether it is there. Blocks."""
+    try:
+        if plan.attempt_disk_bytes:
+            store.reserve_disk(_due(store, plan.disk_bytes))
+    except OSError as error:
+        logger.warning("steps do not begin under backward, as the disk has filled up since the start: %s", error)
+        return False
+    return True
+
+
+def why_disk(plan: Plan, policy: OffloadPolicy) -> str:
+    """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for checkpoints."""
+    if not plan.frozen_disk_bytes:
+        return ""
+    less = plan.disk_bytes - plan.frozen_disk_bytes
+    return (
+        f"What steps write rests in {policy.num_slots} slots (durability={policy.durability!r}, keep={policy.keep}), one "
+        f"to write and the rest for what is durable; with durability='none' {less} bytes are enough, and "
+        "a checkpoint is a copy"
+    )
+
+
+def _due(store: TensorStore, disk_bytes: int) -> int:
+    """Those of a plan's bytes that are not in use yet."""
+    return max(0, disk_bytes - store.stats().nvme_bytes)
+
+
+def _missing(plan: Plan, store: TensorStore, topology: Topology) -> str:
+    """Why a rank has no disk space for a whole plan; empty where all have it. Takes nothing. Collective."""
+    error = ""
+    with contextlib.ExitStack() as taken:  # until all ranks have tried, as they may share a disk
+        try:
+            taken.enter_context(store.reserve_disk(_due(store, plan.disk_bytes)))
+        except OSError as found:
+            error = str(found)
+        return next((each for each in exchange(topology, error) if each), "")
+
+
+def check_card(plan: Plan, policy: OffloadPolicy, device: torch.device) -> None:
+    """Raises ValueError, with the arithmetic, when an accelerator has no room for a plan or for the budget."""
+    if is_accelerator(device):
+        check_room(plan, policy, *free_and_total(device))
+
+
+def check_room(plan: Plan, policy: OffloadPolicy, free_bytes: int, total_bytes: int) -> None:
+    """As `check_card`, for an accelerator of which this process may still take `free_bytes` of all bytes."""
+    if policy.device_bytes is not None and policy.device_bytes > total_bytes:
+        raise ValueError(
+            f"device_bytes={policy.device_bytes}, and the accelerator has {total_bytes} ({format_mib(total_bytes)}), of which "
+            "activations need a part: give less, or leave it out"
+        )
+    if plan.device_bytes > free_bytes:
+        raise ValueError(
+            f"the plan needs {plan.device_bytes} bytes of the accelerator, and {free_bytes} of its {total_bytes} are free "
+            f"(other processes may hold the rest): {plan.listed(Tier.DEVICE)}. Send more to HOST or NVME, or set device_bytes"
+        )
+
+
+class _Maker:
+    """Makes the best plan within the budgets, for any choice of units that stay on the accelerator."""
+
+    def __init__(
+        self,
+        division: Division,
+        policy: OffloadPolicy,
+        topology: Topology,
+        is_gpu: bool,
+        homes: dict[int, Tier],
+        ranks_on_node: int,
+        context_bytes: int,
+    ) -> None:
+        self._context_bytes = context_bytes
+        self._division = division
+        self._policy = policy
+        self._topology = topology
+        self._is_gpu = is_gpu
+        self._homes = homes
+        self._ranks_on_node = ranks_on_node
+        self._budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
+        self._now: Plan | None = None  # the plan that the new one follows
+        self._keeps_grads = False
+
+    def follow(self, now: Plan, keeps_grads: bool) -> None:
+        """Makes plans that a model planned otherwise can go over to. keeps_grads: gradients stay on their tier."""
+        self._now, self._keeps_grads = now, keeps_grads
+
+    def make(self, stays: Collection[int]) -> Plan | None:
+        """The best plan with these units (by index) staying on the accelerator; None when none fits."""
+        policy, budget, planner, now = self._policy, self._budget, self._planner(stays), self._now
+        room, kept = (0, ()) if now is None else (now.activation_bytes, now.drafted)
+        for choice, drafted in itertools.product(self._choices(planner), (kept, ()) if kept else ((),)):
+            plan = planner.plan(choice, policy.resident_bytes or 0, room, drafted)
+            if self._fits(plan):
+                left = 0 if budget is None else max(0, budget - plan.host_bytes - PAGE_BYTES)
+                if left > 0 and planner.wants_rest and now is None:
+                    plan = planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
+                else:
+                    if now is None:
+                        drafted = planner.drafted_within(None if budget is None else left, choice.tile_numel)
+                    resident = left if policy.resident_bytes is None else policy.resident_bytes
+                    plan = planner.plan(choice, resident, room, drafted)
+                return dataclasses.replace(plan, lacks="" if plan.may_attempt else self._lacks(planner, choice))
+        return None
+
+    def _lacks(self, planner: Planner, choice: Choice) -> str:
+        """What steps under backward lack, in words, where they are wanted and the plan of a choice has no room for them."""
+        policy = self._policy
+        if not planner.wants_attempts:
+            return "pipeline_read and pipeline_write, one of which is off" if policy.overlap == "backward" else ""
+        if not planner.copied:
+            return (
+                "states that are stepped on the CPU: on NVMe, with weights on NVMe or in memory that the budget has room for "
+                "twice, or, beside an accelerator, in memory that it has room for twice: there are none"
+            )
+        if planner.wants_rest:
+            return "activation_bytes: without it inputs of checkpointed blocks take what host_bytes leaves"
+        plan = planner.plan(choice._replace(attempts=False), policy.resident_bytes or 0)
+        copies = [planner.copy_bytes(unit, choice.tile_numel) for unit in planner.copied]
+        copies_bytes = sum(weights + states * self._is_gpu for weights, states in copies)
+        enough = (plan.host_bytes + copies_bytes) * self._ranks_on_node
+        given = "is not set" if policy.host_bytes is None else f"is {policy.host_bytes}"
+        size = f"{enough} ({format_mib(enough)} a node)"
+        return f"host_bytes, which {given}, and {size} has room for twice what rests in memory"
+
+    def _choices(self, planner: Planner) -> list[Choice]:
+        """The choices, best first."""
+        if (now := self._now) is None:
+            return planner.choices()
+        grads, units, tiles, numel, _ = now.choice
+        return [
+            each
+            for each in planner.choices()
+            if (each.unit_buffers, each.tile_numel) == (units, numel)
+            and now.may_attempt <= each.attempts <= now.choice.attempts  # what no step uses may go
+            and (each.grads is grads or (each.grads is Tier.NVME and not self._keeps_grads))
+            and each.tile_buffers <= tiles
+        ]
+
+    def refusal(self) -> str:
+        """Says which budget no plan fits, with the rows of the smallest plan."""
+        policy, planner, count = self._policy, self._planner(()), self._ranks_on_node
+        plans = [planner.plan(choice, policy.resident_bytes or 0) for choice in self._choices(planner)]
+        smallest = min(plans, key=lambda plan: plan.device_bytes)
+        if policy.device_bytes is not None and smallest.device_bytes > policy.device_bytes:
+            return (
+                f"device_bytes={policy.device_bytes}, and the smallest plan needs {smallest.device_bytes} of each rank's "
+                f"accelerator: {smallest.listed(Tier.DEVICE)}. Raise the budget, or send more to HOST or NVME"
+            )
+        smallest = min((plan for plan in plans if self._fits_device(plan)), key=lambda plan: plan.host_bytes)
+        return (
+            f"host_bytes={policy.host_bytes} per node is {self._budget} for each of {count} ranks, and the smallest plan "
+            f"needs {smallest.host_bytes} per rank, {smallest.host_bytes * count} per node: {smallest.listed(Tier.HOST)}. "
+            "Raise the budget, or send more to NVME"
+        )
+
+    def _planner(self, stays: Collection[int]) -> Planner:
+        homes = {index: home for index, home in self._homes.items() if index not in stays}
+        division = self._division.with_residents(stays) if stays else self._division
+        return Planner(division, self._policy, self._topology, self._is_gpu, homes, self._context_bytes)
+
+    def _fits(self, plan: Plan) -> bool:
+        return (self._budget is None or plan.host_bytes <= self._budget) and self._fits_device(plan)
+
+    def _fits_device(self, plan: Plan) -> bool:
+        budget = self._policy.device_bytes if self._is_gpu else None
+        return budget is None or plan.device_bytes <= budget
+
+
+def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> set[int]:
+    """The streamed units, by index, that stay on the accelerator: the most bytes that both budgets hold.
+
+    Fetches cost most from NVME, and twice a step where backward reads the weights again. Units that cost the same stay at even
+    distances, so that fetches of others hide behind them. Large units enlarge every buffer, so that is also tried: these first.
+    """
+    again = {unit.index for unit in division.order(reads_weights_again)}
+    units = [u for u in division.units if u.index in homes and not u.is_packed and u.full_dtype == u.dtype]
+    sizes = sorted(unit.full_bytes for unit in units)
+    usual = sizes[len(sizes) // 2] if sizes else 0
+
+    def cost(unit: Unit) -> tuple[bool, bool]:
+        return homes[unit.index] is Tier.NVME, unit.index in again
+
+    def first(count: int, order: Callable[[Unit], Any]) -> set[int]:
+        """The indices of `count` units, group by group, the highest first; of the last group at even distances."""
+        found: set[int] = set()
+        for _, alike in itertools.groupby(sorted(units, key=order, reverse=True), key=order):
+            group = sorted(alike, key=lambda unit: unit.index)
+            found.update(unit.index for unit in _spread(group, min(1.0, (count - len(found)) / len(group))))
+            if len(found) >= count:
+                break
+        return found
+
+    best: set[int] = set()
+    bytes_of = {unit.index: unit.full_bytes for unit in units}
+    orders: list[Callable[[Unit], Any]] = [cost, lambda unit: (unit.full_bytes > usual, *cost(unit))]
+    for order in orders:
+        low, high = 0, len(units)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if maker.make(first(middle, order)) is not None else (low, middle - 1)
+        found = first(low, order)
+        if sum(bytes_of[index] for index in found) > sum(bytes_of[index] for index in best):
+            best = found
+    return best
+
+
+def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:
+    """Tiers of streamed units. Of units on NVMe, `host_param_numel` elements stay on HOST, spread evenly over the model."""
+    streamed = [u for u in units if not u.is_resident]
+    homes = {u.index: policy.params for u in streamed}
+    if policy.params is Tier.NVME and policy.host_param_numel and streamed:
+        share = policy.host_param_numel / num_shards / sum(u.shard_numel for u in streamed)
+        for unit in _spread(streamed, min(1.0, share)):
+            homes[unit.index] = Tier.HOST
+    return homes
+
+
+def _spread(units: Sequence[Unit], share: float) -> list[Unit]:
+    """The given share (0 to 1) of units, taken at even distances."""
+    return [unit for i, unit in enumerate(units) if int((i + 1) * share) > int(i * share)]

@@ -1,0 +1,379 @@
+"""Layerwise: the micro-batches of a step go through the model block by block, so that one fetch of a block serves all of them.
+
+    head        micro-batch 0, 1, ...     to the first block's input; its graph stays
+    blocks      block 0:  micro-batch 0, 1, ...     without gradients; each input is kept (activations.py moves it)
+                block 1:  micro-batch 0, 1, ...
+    tail        micro-batch 0: forward and backward; micro-batch 1: ...
+    blocks      last block:  micro-batch 0: forward again with gradients, backward; micro-batch 1: ...
+                ...
+    head        micro-batch 0: backward; micro-batch 1: ...
+
+Whatever the number of micro-batches, a step reads the weights of a block twice, and writes its gradients once: those of all
+micro-batches are added, in their order, while the unit's home is open. The model is a chain of blocks (chain.py) and is not
+rewritten. The model's own checkpointing of blocks has no effect: blocks are checkpointed here.
+
+Bits are those of accumulation micro-batch by micro-batch: each sees the same operations, and each parameter's gradients are
+added in the same order. A gradient that one micro-batch has only in part (tied weights, small parameters, which share a unit)
+waits in memory for the rest.
+
+Random numbers: the first micro-batch sees the generator's numbers as in a plain forward and backward. Each other one has a
+stream of its own, which the generator's state and the micro-batch's number determine, because the state after the micro-batch
+before is not known yet. A forward that draws no numbers leaves the generators as they are.
+
+Memory where the maths runs: for each micro-batch the input of one block and its gradient; the arguments of blocks beside the
+hidden state (a mask); the graph of the head; and what one block, or the tail, takes for one micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tiermem.gradients.gradients import GradientHomes
+from tiermem.run.activations import Kept, Saved
+from tiermem.run.chain import Arguments, Chain, Link, Walk, find_chain, no_chain
+from tiermem.run.hooks import Hooks
+from tiermem.swap.memory.accelerator import is_accelerator, rng_state, set_rng_state
+from tiermem.weights.backward_marks import tensors_in
+from tiermem.weights.unit_state import LiveUnit
+
+Loss = Callable[[], torch.Tensor]
+"""Computes the loss of one micro-batch. It calls the model, and is called twice."""
+
+
+class _Random(NamedTuple):
+    """The states of the generators that a forward may use."""
+
+    cpu: torch.Tensor
+    there: torch.Tensor | None
+    """Of an accelerator."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> _Random:
+        return cls(torch.get_rng_state(), rng_state(device) if is_accelerator(device) else None)
+
+    def apply(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.there is not None:
+            set_rng_state(device, self.there)
+
+    def unless_new(self, other: _Random) -> _Random:
+        """These states, if the others are equal."""
+        is_same = torch.equal(self.cpu, other.cpu)
+        if self.there is not None and other.there is not None:
+            is_same = is_same and torch.equal(self.there, other.there)
+        return self if is_same else other
+
+    def of_micro_batch(self, number: int, device: torch.device) -> _Random:
+        """The states that a micro-batch begins with; those of the first are these."""
+        if number == 0:
+            return self
+        there = b"" if self.there is None else self.there.cpu().numpy().tobytes()
+        text = self.cpu.numpy().tobytes() + there + number.to_bytes(8, "little")
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+        here = torch.Generator().manual_seed(seed).get_state()
+        return _Random(here, torch.Generator(device).manual_seed(seed).get_state() if self.there is not None else None)
+
+
+class _MicroBatch:
+    """What is kept of one micro-batch between its turns."""
+
+    def __init__(self, number: int, compute: Loss, random: _Random) -> None:
+        self.compute = compute
+        self.number = number
+        self.at_start = random
+        self.random = random  # for its next turn
+        self.of_blocks: list[_Random] = []  # before each block's forward
+        self.first: torch.Tensor | None = None  # the first block's input, with the graph of the head
+        self.hidden: torch.Tensor | None = None  # the input of its next block; after the last, of the tail
+        self.arguments: list[Arguments] = []  # of its blocks
+        self.inputs: list[Kept | None] = []  # hidden states that blocks took
+        self.grad: torch.Tensor | None = None  # of the output of the block whose backward is next
+        self.parts: dict[nn.Parameter, torch.Tensor] = {}  # gradients that are not complete
+
+
+class _Owned(NamedTuple):
+    """The trainable parameters of one part of the chain."""
+
+    units: Sequence[LiveUnit]
+    """Units that no other part needs: their gradients are complete when the part's backward has ended."""
+    others: Sequence[nn.Parameter]
+    """Parameters of other units."""
+
+
+class LayerwisePasses:
+    """Computes losses and gradients of a step's micro-batches, block by block.
+
+        with passes.step(losses):
+            passes.forward()
+            means = passes.backward(lambda loss: loss.backward())
+
+    Args:
+        units: all units of the model.
+        hooks: of the model; with its prefetcher and, where kept inputs move, its activations.
+        device: where the maths runs.
+        around: gives the context that forwards run in, such as autocast.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[LiveUnit],
+        hooks: Hooks,
+        homes: GradientHomes,
+        device: torch.device,
+        around: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._model = model
+        self._units = units
+        self._hooks = hooks
+        self._homes = homes
+        self._device = device
+        self._around = around
+        self._chain: Chain | None = None
+        self._micros: list[_MicroBatch] = []  # of the step under way
+        self._owned: list[_Owned] = []  # of every block, and at the end of head and tail
+        self._checked: set[str] = set()  # blocks that were seen to change nothing but their output
+        self._shared: set[LiveUnit] = set()  # that a block needs, and something else
+        self._captured: tuple[Any, Any] | None = None  # what reaches the block that runs
+
+    @property
+    def _links(self) -> Sequence[Link]:
+        assert self._chain is not None
+        return self._chain.links
+
+    @contextlib.contextmanager
+    def step(self, losses: Sequence[Loss]) -> Iterator[None]:
+        """A block that calls `forward` and `backward`. When it ends, the homes have the gradients of all micro-batches.
+
+        Collective; blocks. Raises NoChainError where the model is no chain of blocks. If the block raises, the gradients are
+        forgotten.
+        """
+        random = _Random.now(self._device)
+        if self._chain is None:
+            self._chain = find_chain(self._model, losses[0])
+            random.apply(self._device)
+        self._owned = self._divide()
+        begins = (random.of_micro_batch(number, self._device) for number in range(len(losses)))
+        self._micros = [_MicroBatch(i, *each) for i, each in enumerate(zip(losses, begins, strict=True))]
+        try:
+            with self._hooks.joined():
+                yield
+            self._micros[0].random.apply(self._device)
+        finally:
+            self._micros = []
+
+    def forward(self) -> None:
+        """Runs the head and all blocks for every micro-batch."""
+        for micro in self._micros:
+            with self._drawing(micro):
+                self._run_head(micro)
+        for number, link in enumerate(self._links):
+            with self._held(link.block):
+                for micro in self._micros:
+                    with self._drawing(micro):
+                        self._run_block(number, micro)
+
+    def backward(self, differentiate: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
+        """Runs the tail of every micro-batch, and all backwards. Returns the losses, detached.
+
+        differentiate: calls `backward` on a loss.
+        """
+        losses, ended = [], set[LiveUnit]()
+        for micro in self._micros:
+            losses.append(self._run_tail(micro, differentiate))
+            ended = ended or self._ended_with_tail()
+            self._receive(micro, list(ended), self._owned[-1].others)
+        for number in range(len(self._links) - 1, -1, -1):
+            owned = self._owned[number]
+            with self._held(self._links[number].block):
+                for micro in self._micros:
+                    self._restore(micro, owned.others)
+                    self._run_block_again(number, micro)
+                    self._receive(micro, owned.units, owned.others)
+        for micro in self._micros:
+            self._restore(micro, list(micro.parts))
+            if micro.first is not None and micro.first.requires_grad and micro.grad is not None:
+                torch.autograd.backward(micro.first, micro.grad)
+            micro.first = micro.grad = None
+            self._hooks.answer_held()
+            self._receive(micro, [live for live in self._owned[-1].units if live not in ended], [])
+        return losses
+
+    # ---- the parts of a pass -------------------------------------------------------------------------------------------
+
+    def _run_head(self, micro: _MicroBatch) -> None:
+        assert self._chain is not None
+        walk = Walk(self._chain, micro.compute)
+        walk.to_the_end()
+        micro.first, micro.arguments = walk.first, walk.arguments
+        micro.hidden = walk.first.detach() if walk.first is not None else None
+
+    def _run_block(self, number: int, micro: _MicroBatch) -> None:
+        """Runs one block without gradients, and keeps its input and the arguments that reached it."""
+        link, hidden = self._links[number], micro.hidden
+        args, kwargs = micro.arguments[number].with_hidden(hidden)
+        micro.of_blocks.append(micro.random)
+        given = [(tensor, tensor._version) for tensor in tensors_in([args, kwargs])]
+        handle = link.block.register_forward_pre_hook(self._capture, prepend=True, with_kwargs=True)
+        try:
+            with self._around(), torch.no_grad():
+                output = link.block(*args, **kwargs)
+        finally:
+            handle.remove()
+            captured, self._captured = self._captured, None
+        assert captured is not None
+        if link.name not in self._checked:
+            after = tensors_in([args, kwargs])
+            if len(after) != len(given) or any(
+                t is not a or v != a._version for (t, v), a in zip(given, after, strict=True)
+            ):
+                raise no_chain(
+                    f"{link.name} changes its arguments, which its backward needs as they were: give it no cache "
+                    "(use_cache=False), and change no tensor in place"
+                )
+        micro.arguments[number] = Arguments.of(*captured, hidden)
+        micro.inputs.append(self._keep(number, micro, hidden) if hidden is not None else None)
+        micro.hidden = tree_leaves(output)[link.hidden_out]
+
+    def _capture(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._captured is None:
+            self._captured = args, kwargs
+
+    def _run_tail(self, micro: _MicroBatch, differentiate: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        """Runs the forward again without blocks, to the loss, and differentiates it."""
+        assert self._chain is not None and micro.hidden is not None
+        hidden, micro.hidden = micro.hidden.detach().requires_grad_(), None
+
+        def arrive() -> torch.Tensor:
+            micro.random.apply(self._device)
+            return hidden
+
+        micro.at_start.apply(self._device)
+        loss: torch.Tensor = Walk(self._chain, micro.compute).through(arrive)
+        micro.random = _Random.now(self._device)
+        if micro.number == 0:
+            self._hooks.begin_backward()  # not sooner: the last step may go on under the first tail's forward
+        differentiate(loss)
+        self._hooks.answer_held()
+        micro.grad = hidden.grad
+        return loss.detach()
+
+    def _run_block_again(self, number: int, micro: _MicroBatch) -> None:
+        """Runs one block with gradients, and its backward."""
+        link, grad, micro.grad = self._links[number], micro.grad, None
+        arguments, kept, random = micro.arguments.pop(), micro.inputs.pop(), micro.of_blocks.pop()
+        if grad is None:
+            return
+        hidden = kept.take().detach() if kept is not None else None
+        if hidden is not None and (number or (micro.first is not None and micro.first.requires_grad)):
+            hidden.requires_grad_()
+        args, kwargs = arguments.with_hidden(hidden)
+        random.apply(self._device)
+        with self._around(), torch.enable_grad():
+            output = nn.Module.__call__(link.block, *args, **kwargs)  # not the checkpointing that a class may add there
+        made = tree_leaves(output)[link.hidden_out]
+        del output, args, kwargs, arguments
+        self._check_leaves_nothing(link)
+        if made.requires_grad:
+            torch.autograd.backward(made, grad)
+            self._hooks.answer_held()
+            micro.grad = hidden.grad if hidden is not None else None
+
+    def _check_leaves_nothing(self, link: Link) -> None:
+        """Raises NoChainError for a block that keeps a tensor with a gradient on itself, such as a loss of its router."""
+        if link.name in self._checked:
+            return
+        self._checked.add(link.name)
+        for name, module in link.block.named_modules():
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    where = f"{link.name}.{name}" if name else link.name
+                    raise no_chain(f"{where}.{key} is made by the block and would lose its gradient")
+
+    # ---- what waits between turns ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _drawing(self, micro: _MicroBatch) -> Iterator[None]:
+        """Inside, random numbers are those of a micro-batch."""
+        micro.random.apply(self._device)
+        yield
+        micro.random = micro.random.unless_new(_Random.now(self._device))
+
+    def _keep(self, number: int, micro: _MicroBatch, hidden: torch.Tensor) -> Kept:
+        activations = self._hooks.activations
+        if activations is None:
+            return Saved.of(hidden)
+        following = (micro.number + 1, number) if micro.number + 1 < len(self._micros) else (0, number - 1)
+        return activations.keep(hidden, lambda: self._kept(*following))
+
+    def _kept(self, of: int, number: int) -> Kept | None:
+        """The kept input of a block, until it is taken."""
+        inputs = self._micros[of].inputs if self._micros else []
+        return inputs[number] if 0 <= number < len(inputs) else None
+
+    @contextlib.contextmanager
+    def _held(self, block: nn.Module) -> Iterator[None]:
+        """Inside, a block's units stay present, if there are buffers for all of them."""
+        needs = self._hooks.needs()
+        units = {live.unit.index: live for module in block.modules() for live in needs.get(module, ())}
+        held = [live for live in units.values() if live.is_streamed]
+        if not self._hooks.prefetcher.has_room_for(held):
+            held = []
+        taken: list[LiveUnit] = []
+        try:
+            for live in held:
+                self._hooks.prefetcher.acquire(live)
+                taken.append(live)
+            yield
+        finally:
+            for live in taken:
+                self._hooks.prefetcher.release(live)
+
+    def _divide(self) -> list[_Owned]:
+        """The trainable parameters of each block, and at the end those of head and tail."""
+        place = {module: number for number, link in enumerate(self._links) for module in link.block.modules()}
+        needed_in: dict[LiveUnit, set[int]] = {}
+        for module, needed in self._hooks.needs().items():
+            for live in needed:
+                needed_in.setdefault(live, set()).add(place.get(module, -1))
+        self._shared = {live for live, places in needed_in.items() if len(places) > 1}
+        found = []
+        for number, link in enumerate(self._links):
+            units = [live for live, places in needed_in.items() if places == {number} and live.unit.is_trainable]
+            own = {id(shard.param) for live in units for shard in live.unit.shards}
+            others = [p for p in link.block.parameters() if p.requires_grad and id(p) not in own]
+            found.append(_Owned(units, others))
+        of_blocks = {live for owned in found for live in owned.units}
+        rest = [live for live in self._units if live.unit.is_trainable and live not in of_blocks]
+        own = {id(shard.param) for live in of_blocks for shard in live.unit.shards}
+        others = [p for p in self._model.parameters() if p.requires_grad and id(p) not in own]
+        return [*found, _Owned(rest, others)]
+
+    def _ended_with_tail(self) -> set[LiveUnit]:
+        """The units of the head and the tail that no backward needs any more: those of the tail alone."""
+        rest = [live for live in self._owned[-1].units if not (live.unit.is_resident or live in self._shared)]
+        return {live for live in rest if not self._hooks.is_open(live)}
+
+    def _restore(self, micro: _MicroBatch, params: Sequence[nn.Parameter]) -> None:
+        """Gives parameters the part of a micro-batch's gradient that there is, to which autograd adds."""
+        for param in params:
+            part = micro.parts.pop(param, None)
+            if part is not None:
+                param.grad = part if param.grad is None else param.grad + part
+
+    def _receive(self, micro: _MicroBatch, final: Sequence[LiveUnit], others: Sequence[nn.Parameter]) -> None:
+        """Sends complete gradients of a micro-batch home, and keeps those of other parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for live in final:
+                self._homes.add(live.unit, is_last=micro.number == len(self._micros) - 1)
+            for param in others:
+                if param.grad is not None:
+                    micro.parts[param], param.grad = param.grad, None
