@@ -12,6 +12,7 @@
 #                     On a bare machine, with packages and the native module in PYTHONPATH: make gpu GPU_PYTHON=python3
 #   make docs        the site, in build/site: without internet once its packages are installed, without warnings
 #   make report       docs/parity.md: what was tried on this machine and commit, and what was seen. Takes minutes
+#   make bench RUN="overlap --path DIR"   an instrument of tests/bench: overlap, ranks, curves or peers; --help tells its options
 #   make yardsticks   build/yardsticks/{bare_loop,bare_stream,bench_native}, which benchmarks and people measure against
 #   make clean        removes what was built, and .venv
 
@@ -24,7 +25,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/*.py native/CMakeLists.txt)
 NATIVE_CODE := $(wildcard native/*.cpp native/*.h tests/native/*.cpp tests/native/*.h)
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
 
-.PHONY: demo test test-all soak gpu docs report lint native-test native-test-arm yardsticks wheel clean
+.PHONY: demo test test-all soak gpu bench docs report lint native-test native-test-arm yardsticks wheel clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -53,15 +54,18 @@ gpu: $(if $(GPU_PYTHON)$(SITTING),,.venv/.installed)
 ifdef SITTING
 	@bash tests/gpu/sitting.sh $(SITTING)
 else
-	@$(or $(GPU_PYTHON),$(BIN)/python) -m tiermem.tools.bench.gpu --json build/gpu.json $(GPU_OPTIONS)
+	@PYTHONPATH=tests:$$PYTHONPATH $(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu --json build/gpu.json $(GPU_OPTIONS)
 endif
+
+bench: .venv/.installed
+	@PYTHONPATH=tests $(BIN)/python -m bench $(RUN)
 
 docs: .venv/.installed .venv/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "build/site/index.html"
 
 report: .venv/.installed
-	@$(BIN)/python -m tiermem.tools.bench.parity --out docs/parity.md
+	@PYTHONPATH=tests $(BIN)/python -m bench.parity --out docs/parity.md
 
 lint: .venv/.installed .venv/.tools
 	$(BIN)/ruff format --check .

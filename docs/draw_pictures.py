@@ -1,7 +1,7 @@
 """Pictures of the first page: draws docs/pictures from the folders of three runs of one training.
 
     tiermem train --preset 419m --offload nvme --memory 1250MiB --steps 10       runs/A
-    tiermem train --preset 419m --offload cpu --steps 10 --peers                 runs/B, plain PyTorch in a folder of it
+    make bench RUN="peers --preset 419m --offload cpu --steps 10"                runs/B, plain PyTorch in a folder of it
     python docs/draw_pictures.py runs/A runs/B runs/B/PEER                       loss.png, memory.png, timeline.png
 
 The first run is the one on NVMe, whose memory and whose step are drawn; the losses of all are.
@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tiermem.tools.plots import draw_memory, draw_timeline, new_figure
-from tiermem.tools.run_record import read_spans
+from tiermem.tools.record.plots import draw_memory, draw_timeline, new_figure
+from tiermem.tools.record.run_record import read_spans
 
 FOLDER = Path(__file__).with_name("pictures")
 NAMES = ("states on NVMe, under a cap", "all in host memory", "plain PyTorch, in memory")

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermem.tools.machine import USUAL_TBW_BYTES
+from tiermem.tools.measure.machine import USUAL_TBW_BYTES
 from tiermem.tools.options import PlanOptions
-from tiermem.tools.plan import scenario_of
-from tiermem.tools.planned import Planned, plan_scenario
-from tiermem.tools.speed import ASSUMED_DISK
+from tiermem.tools.plan.plan import scenario_of
+from tiermem.tools.plan.planned import Planned, plan_scenario
+from tiermem.tools.plan.speed import ASSUMED_DISK
 from tiermem.tools.words import options_of
 
 PAGE = Path(__file__).with_name("sizing.md")

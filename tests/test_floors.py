@@ -3,8 +3,8 @@
     tools (3) -> tiermem (2) -> swap (1) -> _tiermem_native (0, through swap/base/native.py alone)
 
 Rules that hold beside that: no circle, packages and files import only what comes before them in the docstring of their package,
-the floors are imported as parts of `tiermem`, the library does not print, swap/memory/accelerator.py alone names a kind of
-accelerator, and every module says what it is.
+the floors are imported as parts of `tiermem`, no instrument (tests/bench) is imported, the library does not print,
+swap/memory/accelerator.py alone names a kind of accelerator, and every module says what it is.
 
 An import counts wherever it is written: in a function, under TYPE_CHECKING, as a string given to `importlib.import_module`. A
 name taken from a package's lazy facade (an `__init__` with `__getattr__`) counts as an import of the module that the facade
@@ -51,6 +51,13 @@ ORDERED = (
     "tiermem.forecast",
     "tiermem.engine",
     "tiermem.integrations",
+    "tiermem.tools",
+    "tiermem.tools.measure",
+    "tiermem.tools.job",
+    "tiermem.tools.record",
+    "tiermem.tools.plan",
+    "tiermem.tools.train",
+    "tiermem.tools.bench",
 )
 """Packages whose docstring lists their files in order: each imports only what comes before it."""
 
@@ -145,6 +152,8 @@ def find_upward_imports(modules: dict[str, Module]) -> list[str]:
             top = target.split(".")[0]
             if top in ("swap", "tools"):
                 found.append(f"{where}import {target}: say tiermem.{target}")
+            elif top == "bench":
+                found.append(f"{where}import {target}: the product imports no instrument")
             elif top == "_tiermem_native" and module.name != "tiermem.swap.base.native":
                 found.append(f"{where}only swap/base/native.py imports _tiermem_native")
             elif top == "tiermem" and floor_of(target) > floor_of(module.name):
@@ -273,13 +282,11 @@ def find_prints(modules: dict[str, Module]) -> list[str]:
 def find_kinds(modules: dict[str, Module]) -> list[str]:
     """Returns where a kind of accelerator is named: `torch.cuda`, an import of it, a call or comparison with "cuda".
 
-    swap/memory/accelerator.py may; config/io.py may compare; tools/bench/peers/peer_*.py are programs without tiermem.
+    swap/memory/accelerator.py may; config/io.py may compare; tools/bench/peer_operators.py is a program without tiermem.
     """
     found = []
     for module in modules.values():
-        if module.name == "tiermem.swap.memory.accelerator" or module.name.startswith(
-            "tiermem.tools.bench.peers.peer_"
-        ):
+        if module.name in ("tiermem.swap.memory.accelerator", "tiermem.tools.bench.peer_operators"):
             continue
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom | ast.Call | ast.Compare):
@@ -362,6 +369,7 @@ BAD = {
     "floor 2 importing tools": ("tiermem/engine.py", "from tiermem.tools import cli", find_upward_imports),
     "floor 2 importing tools late": ("tiermem/engine.py", "def f():\n    from .tools import cli", find_upward_imports),
     "floor 2 importing the binding": ("tiermem/engine.py", "import _tiermem_native", find_upward_imports),
+    "the product importing an instrument": ("tools/cli.py", "from bench import overlap", find_upward_imports),
     "swap as a top-level package": ("tools/cli.py", "import swap.store", find_upward_imports),
     "tools as a top-level package": ("tools/cli.py", "from tools import plan", find_upward_imports),
     "a cycle": ("swap/arena.py", "def f():\n    from tiermem.swap import store", find_circle),
@@ -401,8 +409,9 @@ def write_tree(root: Path) -> None:
         "tiermem/engine.py": "from tiermem.zero import unit\nfrom tiermem import policy",
         "tiermem/config/__init__.py": listed("io"),
         "tiermem/config/io.py": "def f(device):\n    return device.type == 'cuda'",
-        "tools/__init__.py": "",
-        "tools/bench/peers/peer_plain.py": "import torch\ntorch.cuda.synchronize()",
+        "tools/__init__.py": listed("bench", "cli"),
+        "tools/bench/__init__.py": listed("peer_operators"),
+        "tools/bench/peer_operators.py": "import torch\ntorch.cuda.synchronize()",
         "tools/cli.py": "from tiermem.swap import store\nprint('fine')",
     }
     for name, source in files.items():

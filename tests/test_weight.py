@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from test_floors import ROOT, Module, read_modules
 
-CEILING = 430_900
+CEILING = 406_500
 """Tokens of swap, tiermem and tools. A change that needs more removes as much, or raises this in a commit that says why."""
 
 _SILENT = {

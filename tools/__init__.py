@@ -1,23 +1,25 @@
 """Floor 3: the `tiermem` command, its pictures and its benchmarks.
 
-    options, cli   a dataclass of options for every command; the command line that cli makes from them
-    train          `tiermem train`, from options to pictures
-      train_job                      the config and the saved step that options select; the job
-      launcher, memory_limit         one process under a memory cap, its job and its channel
-      trainer, training              the program of the capped process; its training loop
-      corpus, presets                text as tokens; shapes and sizes of models
-      prediction                     the predicted seconds and bytes of a training
-      run_record, reports, plots     the record of a run: runs/<id>/run.json, tables, pictures
-    plan           `tiermem plan`: tables and advice
-      planned                        the budget under a cap; the library's own plan of a scenario
-      speed, seen                    the rates that it plans with; what runs took from their disks
-    check, machine `tiermem check`: facts and measurements of this machine
-    tune           `tiermem tune`: the best settings of the queue for some disks
-    checkpoints    `tiermem fsck`, `inspect`, `import`, `export`
-    words          shared by all commands: byte sizes, parsing and checks of options, output files
-    bench/         `tiermem bench`: io, adam, step, overlap, ranks, curves, gpu
-      peers/       other systems that do the same job
+Packages and files in order: each imports only what comes before it.
+
+    words         shared by all commands: byte sizes, parsing and checks of options, output files
+    presets       shapes and sizes of models
+    mistakes      the answer to a command line that was typed wrongly
+    corpus        text as tokens
+    measure/      facts and rates of this machine: its disks, its link to an accelerator, a small training
+    memory_limit  a cap on the memory of a process, which the kernel holds where it can
+    options       a dataclass of options for every command
+    job/          what one process under a memory cap is to do, and its channel
+    record/       the record of a run: runs/<id>/run.json, tables, pictures
+    plan/         `tiermem plan`: the library's own plan of a scenario, its predicted seconds and bytes
+    train/        `tiermem train`, from options to pictures
+    bench/        `tiermem bench`: io, step, adam
+    check         `tiermem check`: what this machine offers
+    tune          `tiermem tune`: the best settings of the queue for some disks
+    checkpoints   `tiermem fsck`, `inspect`, `import`, `export`
+    cli           the command line, made of options
 
 cli imports the module of a command when the command is given. What `train` imports does not import torch: the launcher stays
-small, and measurements of memory cover the trainer only.
+small, and measurements of memory cover the trainer only. Instruments that judge tiermem itself are no part of the product: they
+lie in tests/bench.
 """

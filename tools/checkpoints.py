@@ -28,9 +28,9 @@ from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey,
 from tiermem.checkpoint.zero_to_fp32 import dtype_of
 from tiermem.swap.base.errors import printable
 from tiermem.swap.disk.run_folder import RunFolder
+from tiermem.tools.job.train_job import CLIENT_KEY, options_to_save
 from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions, TrainOptions
-from tiermem.tools.reports import table
-from tiermem.tools.train_job import CLIENT_KEY, options_to_save
+from tiermem.tools.record.reports import table
 from tiermem.tools.words import format_bytes, read_json
 
 # ---- tiermem fsck DIR ------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ import typer
 
 import tiermem
 from tiermem.tools import options
+from tiermem.tools.job.train_job import LIST_OF_STEPS
 from tiermem.tools.mistakes import EXAMPLES, PROGRAM, UsageError, answer, corrected, write
 from tiermem.tools.presets import PRESETS
-from tiermem.tools.train_job import LIST_OF_STEPS
 from tiermem.tools.words import EXIT_INTERRUPTED, EXIT_USER, Mistake, OneOf, message_of, options_of
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "app", "main", "spread_lists"]
@@ -40,9 +40,16 @@ bench = typer.Typer(help="Measure what this machine reaches.", no_args_is_help=T
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `tiermem` program; ends the process with its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    run_app(app, PROGRAM, sys.argv[1:] if arguments is None else arguments)
+
+
+def run_app(group: typer.Typer, program: str, arguments: Sequence[str]) -> None:
+    """Runs the commands of a program; ends the process with its exit status."""
+    given = list(arguments)
     try:
-        status = app(args=spread_lists(_with_list_of_steps(given)), prog_name=PROGRAM, standalone_mode=False, obj=given)
+        status = group(
+            args=spread_lists(_with_list_of_steps(given)), prog_name=program, standalone_mode=False, obj=given
+        )
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error)
@@ -81,35 +88,42 @@ def spread_lists(arguments: Sequence[str]) -> list[str]:
     return spread
 
 
-def _register(words: str, kind: Any, work: str, stopped: str | None) -> None:
-    """Makes a command of a dataclass of options.py; --debug is added where the dataclass has none."""
+def register(group: typer.Typer, words: str, kind: Any, work: str, stopped: str | None, program: str = PROGRAM) -> None:
+    """Makes a command of a dataclass of options; --debug is added where the dataclass has none.
+
+    Args:
+        group: gets the command.
+        words: of the command, behind the program's name.
+        work: the module and the function that is called with the options and a console, and returns the exit status.
+        stopped: what is said after Ctrl-C; None: the function answers it itself.
+        program: its name.
+    """
     parameters = list(_parameters_of(kind))
     has_debug = any(each.name == "is_debug" for each in parameters)
     if not has_debug:
         parameters.append(_parameter("is_debug", bool, False, typer.Option("--debug", help="show tracebacks")))
 
     def run(context: typer.Context, **given: Any) -> None:
-        from tiermem.tools.reports import open_console
+        from tiermem.tools.record.reports import open_console
 
         is_debug = given["is_debug"] if has_debug else given.pop("is_debug")
         module, _, name = work.rpartition(".")
         try:
             made = _made(kind, given)
-            status = getattr(importlib.import_module(f"tiermem.tools.{module}"), name)(made, open_console())
+            status = getattr(importlib.import_module(module), name)(made, open_console())
         except (ValueError, OSError) as error:
-            status = refuse(words, error, is_debug, context.obj)
+            status = refuse(f"{program} {words}", error, is_debug, context.obj)
         except KeyboardInterrupt:
             if stopped is None:
                 raise
-            print(f"tiermem {words}: {stopped}", file=sys.stderr)
+            print(f"{program} {words}: {stopped}", file=sys.stderr)
             status = EXIT_INTERRUPTED
         raise typer.Exit(status)
 
     ours = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     run.__signature__ = inspect.Signature([ours, *parameters])  # type: ignore[attr-defined]
     run.__doc__ = kind.__doc__
-    group, name = (bench, words.removeprefix("bench ")) if words.startswith("bench ") else (app, words)
-    group.command(name)(run)
+    group.command(words.split()[-1])(run)
 
 
 def refuse(words: str, error: Exception, is_debug: bool, given: Sequence[str]) -> int:
@@ -119,7 +133,7 @@ def refuse(words: str, error: Exception, is_debug: bool, given: Sequence[str]) -
     said = " ".join(message_of(error).split())
     if isinstance(error, Mistake):
         said += f"; {write(corrected(given, error.instead))}"
-    print(f"{PROGRAM} {words}: {said}", file=sys.stderr)
+    print(f"{words}: {said}", file=sys.stderr)
     return EXIT_USER
 
 
@@ -191,32 +205,19 @@ def _root(
 
 _STOPPED, _UNWRITTEN = "stopped; nothing is left on the paths", "stopped by Ctrl-C; nothing was written"
 
-# words, options, the function that is called with them and a console and returns the exit status, what is said after Ctrl-C
-_register("train", options.TrainOptions, "train.train", None)
-_register("plan", options.PlanOptions, "plan.plan", _UNWRITTEN)
-_register("check", options.CheckOptions, "check.check", None)
-_register("tune", options.TuneOptions, "tune.tune", _UNWRITTEN)
-_register("fsck", options.FsckOptions, "checkpoints.fsck", "stopped by Ctrl-C; nothing was changed")
-_register("inspect", options.InspectOptions, "checkpoints.inspect_checkpoint", None)
-_register("import", options.ImportOptions, "checkpoints.import_checkpoint", _UNWRITTEN)
-_register("export", options.ExportOptions, "checkpoints.export_checkpoint", _UNWRITTEN)
-_register("bench io", options.IoBenchOptions, "bench.io.bench_io", _STOPPED)
-_register("bench adam", options.AdamBenchOptions, "bench.adam.bench_adam", "stopped; nothing was written")
-_register("bench step", options.StepBenchOptions, "bench.step.bench_step", _STOPPED)
-_register("bench overlap", options.OverlapBenchOptions, "bench.overlap.bench_overlap", _STOPPED)
-_register("bench ranks", options.RanksBenchOptions, "bench.ranks.bench_ranks", "stopped; nothing was written")
-_register("bench curves", options.CurvesOptions, "bench.curves.bench_curves", _UNWRITTEN)
-
-
-@bench.command(
-    "gpu", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+register(app, "train", options.TrainOptions, "tiermem.tools.train.train.train", None)
+register(app, "plan", options.PlanOptions, "tiermem.tools.plan.plan.plan", _UNWRITTEN)
+register(app, "check", options.CheckOptions, "tiermem.tools.check.check", None)
+register(app, "tune", options.TuneOptions, "tiermem.tools.tune.tune", _UNWRITTEN)
+register(app, "fsck", options.FsckOptions, "tiermem.tools.checkpoints.fsck", "stopped by Ctrl-C; nothing was changed")
+register(app, "inspect", options.InspectOptions, "tiermem.tools.checkpoints.inspect_checkpoint", None)
+register(app, "import", options.ImportOptions, "tiermem.tools.checkpoints.import_checkpoint", _UNWRITTEN)
+register(app, "export", options.ExportOptions, "tiermem.tools.checkpoints.export_checkpoint", _UNWRITTEN)
+register(bench, "bench io", options.IoBenchOptions, "tiermem.tools.bench.io.bench_io", _STOPPED)
+register(
+    bench, "bench adam", options.AdamBenchOptions, "tiermem.tools.bench.adam.bench_adam", "stopped; nothing was written"
 )
-def bench_gpu(context: typer.Context) -> None:
-    """Try this machine's accelerator: link, tests, parity, traces, an 8B shape. Its options: `bench gpu --help`."""
-    from tiermem.tools.bench.gpu import main as run_benchmark
-
-    raise typer.Exit(run_benchmark(context.args))
-
+register(bench, "bench step", options.StepBenchOptions, "tiermem.tools.bench.step.bench_step", _STOPPED)
 
 app.add_typer(bench, name="bench")
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.tools.machine import available_bytes, read_word
+from tiermem.tools.measure.machine import available_bytes, read_word
 from tiermem.tools.words import format_bytes, parse_bytes
 
 KINDS = ("cgroup-v1", "cgroup-v2", "systemd-scope", "watch")

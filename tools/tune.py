@@ -20,11 +20,11 @@ from tiermem.swap.base.native import IoSettings, Queue
 from tiermem.swap.disk.direct import probe_path
 from tiermem.swap.disk.passes import Passes
 from tiermem.swap.disk.paths import NvmePath
-from tiermem.tools.bench.files import BenchFiles, check_room
-from tiermem.tools.bench.sustained import measure_sustained_disks
-from tiermem.tools.machine import machine_facts, try_engines
+from tiermem.tools.measure.files import BenchFiles, check_room
+from tiermem.tools.measure.machine import machine_facts, try_engines
+from tiermem.tools.measure.sustained import measure_sustained_disks
 from tiermem.tools.options import TuneOptions
-from tiermem.tools.reports import table
+from tiermem.tools.record.reports import table
 from tiermem.tools.words import check_outputs, format_bytes, save_json
 
 # ---- successive halving: each round drops the worse half of the candidates -------------------------------------------

@@ -21,8 +21,8 @@ from tiermem import Tier
 from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import Plan, Planner
 from tiermem.ranks.topology import Topology
-from tiermem.tools.card import Card
-from tiermem.tools.planned import Activations
+from tiermem.tools.plan.card import Card
+from tiermem.tools.plan.planned import Activations
 from tiermem.tools.presets import ModelSizes, llama
 from tiermem.units.unit import divide
 from tiermem.weights import unit_state

@@ -22,8 +22,8 @@ import tiermem
 from tiermem import checkpoint
 from tiermem.swap.disk.durable import NEW_PREFIX
 from tiermem.tools.cli import main
-from tiermem.tools.plots import save_figure
-from tiermem.tools.run_record import Span, write_trace
+from tiermem.tools.record.plots import save_figure
+from tiermem.tools.record.run_record import Span, write_trace
 from tiermem.tools.words import save_json
 
 PRECIOUS = "precious\n"

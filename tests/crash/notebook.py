@@ -211,7 +211,7 @@ def job_of(place: Path, *words: str) -> Path:
 
 def trainer(place: Path, job: Path, after_s: float | None = None) -> tuple[int, list[dict[str, Any]]]:
     """A trainer of a job, stopped after a time; its exit status and what it has said."""
-    from tiermem.tools import trainer
+    from tiermem.tools.train import trainer
 
     def be() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -236,7 +236,7 @@ def losses_of(said: list[dict[str, Any]]) -> list[float]:
 
 def stop_commands(place: Path, seed: int, count: int) -> dict[str, int]:
     """Stops trainers. Raises AssertionError for wrong losses, for what is left behind, and for a run that does not go on."""
-    import tiermem.tools.training  # noqa: F401  (here once, not in every trainer)
+    import tiermem.tools.train.training  # noqa: F401  (here once, not in every trainer)
 
     chosen, found, saved = random.Random(f"{seed} command"), Counter[str](), place / "saved"
     words = "--config", "shape.json", "--seq", "16", "--save-every", "2", "--offload", "nvme", "--durability", "step"

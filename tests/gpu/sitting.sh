@@ -21,9 +21,10 @@ left() { echo $((${LIMIT:-590} - SECONDS + T0)); }
 
 # train NAME SECONDS OPTIONS: a training whose figures and phases come back.
 train() {
-    local name=$1 limit=$2
+    local name=$1 limit=$2 program=(tiermem.tools.cli train)
     shift 2
-    timeout "$limit" "$PYTHON" -m tiermem.tools.cli train --config /tmp/8b.json --seq 2048 --checkpointing \
+    [ "$name" = peers12 ] && program=(bench peers)
+    timeout "$limit" "$PYTHON" -m "${program[@]}" --config /tmp/8b.json --seq 2048 --checkpointing \
         --json "/tmp/$name.json" --runs "$RUNS/$name" "$@" >"/tmp/$name.log" 2>&1
     say "$name rc $?"
     grep -v '^$' "/tmp/$name.log" | tail -25 | tee -a "$OUT/log"
@@ -37,7 +38,7 @@ keep() {
 
 "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site "$PACKAGES"/*.whl \
     && cp "$PACKAGES"/*.so /tmp/site/ || exit 1
-export PYTHONPATH=$PWD/tests/gpu/start:/tmp/site:$PWD
+export PYTHONPATH=$PWD/tests/gpu/start:/tmp/site:$PWD:$PWD/tests
 say "installed"
 nvidia-smi -L | tee -a "$OUT/log"
 nproc
@@ -61,7 +62,7 @@ print('cpu_adam is ready')" >/tmp/jit.log 2>&1 &
 peers12() {
     wait $JIT
     say "jit: $(tail -1 /tmp/jit.log)"
-    train peers12 "$1" --layers 12 --offload cpu --batch 8 --steps 4 --peers --peer-python "$(which "$PYTHON")"
+    train peers12 "$1" --layers 12 --offload cpu --batch 8 --steps 4 --peer-python "$(which "$PYTHON")"
 }
 
 build_deepspeed
@@ -82,7 +83,7 @@ else
     export SITTING_PEERS=deepspeed
     peers12 $(($(left) - 60))
     keep two
-    timeout $(($(left) - 8)) "$PYTHON" -m tiermem.tools.bench.gpu --part passes --width 256 --blocks 3 --samples 32 --steps 3 \
+    timeout $(($(left) - 8)) "$PYTHON" -m bench.gpu --part passes --width 256 --blocks 3 --samples 32 --steps 3 \
         --json /tmp/passes.json 2>&1 | tee -a "$OUT/log"
     say "passes"
     keep two

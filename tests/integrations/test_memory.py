@@ -19,7 +19,7 @@ from random_llama import write_llama
 from safetensors import safe_open
 from transformers import LlamaConfig
 
-from tiermem.tools.launcher import Observer, launch
+from tiermem.tools.job.launcher import Observer, launch
 from tiermem.tools.memory_limit import open_limit
 
 HERE = Path(__file__).parent

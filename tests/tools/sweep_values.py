@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tiermem.tools.bench.io_ranks import Outcome, Setting
-from tiermem.tools.run_record import IoCounts
+from tiermem.tools.record.run_record import IoCounts
 
 MIB = 1 << 20
 

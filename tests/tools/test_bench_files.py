@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.tools.bench.files import BenchFiles, check_room
+from tiermem.tools.measure.files import BenchFiles, check_room
 
 PIB = 1 << 50
 

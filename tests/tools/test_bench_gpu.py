@@ -16,20 +16,20 @@ import torch
 
 pytest.importorskip("_tiermem_native")
 
+from bench import gpu, gpu_models, gpu_passes
+from bench.gpu_models import ModelRun, layers_that_fit, readme_table
+from bench.gpu_passes import Done, run_process, totals_of
+from bench.gpu_report import draw_report, faults_of, print_report
 from on_simulated import environment, python
 
-from tiermem.tools.bench import gpu, gpu_models, gpu_passes
-from tiermem.tools.bench.gpu_models import ModelRun, layers_that_fit, readme_table
-from tiermem.tools.bench.gpu_passes import Done, run_process, totals_of
-from tiermem.tools.bench.gpu_report import draw_report, faults_of, print_report
-from tiermem.tools.bench.gpu_trace import hidden_share, profiled, read_trace
-from tiermem.tools.bench.small_training import SAME, Sizes, compare, train_in
+from tiermem.tools.measure.gpu_trace import hidden_share, profiled, read_trace
+from tiermem.tools.measure.small_training import SAME, Sizes, compare, train_in
 from tiermem.tools.presets import ModelSizes, llama
 from tiermem.tools.words import save_json
 
 WHOLE = """
 import sys
-from tiermem.tools.bench.gpu import main
+from bench.gpu import main
 sys.exit(main(sys.argv[1:]))
 """
 BARE = (
@@ -265,7 +265,7 @@ def test_a_large_model_has_the_layers_that_fit_and_peers_beside_host(
 
 def test_a_training_is_traced_on_a_device_without_kernels(tmp_path: Path) -> None:
     """On the CPU: the profiler runs, and tells that it saw no copies; nothing that overlaps changes a loss."""
-    words = ["-m", "tiermem.tools.bench.small_training", "--places", "cpu", "--folder", str(tmp_path), "--steps", "3"]
+    words = ["-m", "tiermem.tools.measure.small_training", "--places", "cpu", "--folder", str(tmp_path), "--steps", "3"]
     words += ["--width", "32", "--blocks", "1", "--samples", "4", "--json", str(tmp_path / "a.json")]
     done = subprocess.run([sys.executable, *words, "--trace", str(tmp_path / "cpu.trace.json")], timeout=200)
     assert done.returncode == 0
@@ -279,7 +279,7 @@ def test_a_training_is_traced_on_a_device_without_kernels(tmp_path: Path) -> Non
 
 MEASURED = """
 from tiermem.swap.memory.accelerator import find_device
-from tiermem.tools.bench.gpu_link import measure_beside_copies, measure_link
+from tiermem.tools.measure.gpu_link import measure_beside_copies, measure_link
 import torch
 device, module = find_device(), torch.get_device_module("sim")
 print(measure_link(torch.device("cpu")), measure_link(device, 1_000_001, 0.001) > 1e6, module.copies()["num_pageable"])
@@ -421,7 +421,7 @@ def test_a_report_that_came_from_elsewhere_is_shown_and_drawn(tmp_path: Path) ->
     models = {"rows": [a_row("tiermem, host", "host"), a_row("fsdp2 all-on-cpu", "host")], "failures": {}}
     report = a_report(made_by=gpu.MADE_BY, copies=copies, trace=trace, models=models)
     save_json(tmp_path / "a.json", report)
-    code = "import sys; from tiermem.tools.bench.gpu import main; sys.exit(main(sys.argv[1:]))"  # fonts stay open
+    code = "import sys; from bench.gpu import main; sys.exit(main(sys.argv[1:]))"  # fonts stay open
     shown = subprocess.run(
         [sys.executable, "-c", code, "--show", str(tmp_path / "a.json")], capture_output=True, text=True
     )

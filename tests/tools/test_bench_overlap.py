@@ -1,4 +1,4 @@
-"""Does `tiermem bench overlap` hold an iteration to the least bytes and to the yardstick, and leave nothing behind?"""
+"""Does `bench overlap` hold an iteration to the least bytes and to the yardstick, and leave nothing behind?"""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from bench.__main__ import main
+from bench.iterations import least_bytes
+from bench.overlap import EXIT_MISSED, Verdict
 from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.forecast import uses_of
 from tiermem.forecast.rates import Compute
-from tiermem.tools.bench.iterations import least_bytes
-from tiermem.tools.bench.overlap import EXIT_MISSED, Verdict
 from tiermem.tools.bench.witnesses import LineProgram
-from tiermem.tools.cli import main
-from tiermem.tools.run_record import IoCounts
+from tiermem.tools.record.run_record import IoCounts
 
 LLAMA = {
     "model_type": "llama",
@@ -113,7 +113,7 @@ def test_a_small_model_is_measured_and_nothing_is_left(tmp_path: Path, capsys: p
     disk.mkdir()
     options = ["--config", str(config), "--seq", "16", "--memory", "700MiB", "--rounds", "1", "--iterations", "1"]
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "overlap", "--path", str(disk), *options, "--threads", "1", "--json", str(out)])
+        main(["overlap", "--path", str(disk), *options, "--threads", "1", "--json", str(out)])
     figures, said = json.loads(out.read_text()), capsys.readouterr().out
     assert ended.value.code == (EXIT_MISSED if figures["misses"] else 0)
     assert list(disk.iterdir()) == []
@@ -143,9 +143,9 @@ def test_a_training_that_cannot_be_says_why(tmp_path: Path, capsys: pytest.Captu
     config = tmp_path / "llama.json"
     config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 0}))
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "overlap", "--path", str(tmp_path), "--config", str(config)])
+        main(["overlap", "--path", str(tmp_path), "--config", str(config)])
     assert ended.value.code == 2
-    assert "tiermem bench overlap: num_hidden_layers is 0 in the model's config" in capsys.readouterr().err
+    assert "bench overlap: num_hidden_layers is 0 in the model's config" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # 15 s: two trainings start
@@ -154,7 +154,7 @@ def test_a_model_whose_steps_have_no_window_is_refused(tmp_path: Path, capsys: p
     config.write_text(json.dumps(LLAMA | {"hidden_size": 64, "intermediate_size": 64}))
     disk.mkdir()
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "overlap", "--path", str(disk), "--config", str(config), "--seq", "16", "--memory", "700MiB"])
+        main(["overlap", "--path", str(disk), "--config", str(config), "--seq", "16", "--memory", "700MiB"])
     assert ended.value.code == 2
     assert "--overlap is forward, and steps of this model run with 'none'" in capsys.readouterr().err
     assert list(disk.iterdir()) == []

@@ -24,7 +24,7 @@ from tiermem.tools.bench.step import bench_step, cases_of
 from tiermem.tools.bench.stepped_model import SETTINGS, Pipelining, Roofline, SteppedModel, StepRun, ceiling, draw_tiles
 from tiermem.tools.cli import main
 from tiermem.tools.options import StepBenchOptions
-from tiermem.tools.run_record import IoCounts, Span
+from tiermem.tools.record.run_record import IoCounts, Span
 
 NUM_PARAMS = 3 << 20  # three tiles
 KEYS = {
@@ -381,7 +381,7 @@ def test_a_path_with_too_little_room_is_refused_with_the_arithmetic(
 ) -> None:
     facts = os.statvfs(tmp_path)
     small = os.statvfs_result((*facts[:4], (30 << 20) // facts.f_frsize, *facts[5:]))
-    monkeypatch.setattr("tiermem.tools.bench.files.os.statvfs", lambda path: small)
+    monkeypatch.setattr("tiermem.tools.measure.files.os.statvfs", lambda path: small)
     with pytest.raises(
         OSError, match=r"96\.0 MiB are needed, 30\.0 MiB are free: 48\.0 MiB for the states \(--params\)"
     ):

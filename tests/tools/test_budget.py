@@ -10,11 +10,11 @@ import torch
 
 from tiermem.policy import Tier
 from tiermem.precision import Precision
-from tiermem.tools.launcher import Job
+from tiermem.tools.job.launcher import Job
+from tiermem.tools.job.train_job import make_config
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.planned import Activations, check_cap, plan_budget, saved_bytes_per_token, state_bytes
+from tiermem.tools.plan.planned import Activations, check_cap, plan_budget, saved_bytes_per_token, state_bytes
 from tiermem.tools.presets import ModelSizes, preset
-from tiermem.tools.train_job import make_config
 from tiermem.tools.words import Mistake
 
 transformers: Any = pytest.importorskip("transformers")

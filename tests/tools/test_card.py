@@ -19,13 +19,13 @@ from on_simulated import python
 from tiermem.forecast import Rates
 from tiermem.forecast.rates import Compute
 from tiermem.policy import Tier
-from tiermem.tools.bench.gpu_link import measure_memory
-from tiermem.tools.card import Card, Room, choose_config
+from tiermem.tools.job.train_job import make_config
+from tiermem.tools.measure.gpu_link import measure_memory
 from tiermem.tools.options import PlanOptions, TrainOptions
-from tiermem.tools.plan import EXIT_FITS, plan
-from tiermem.tools.planned import Activations
+from tiermem.tools.plan.card import Card, Room, choose_config
+from tiermem.tools.plan.plan import EXIT_FITS, plan
+from tiermem.tools.plan.planned import Activations
 from tiermem.tools.presets import ModelSizes, preset
-from tiermem.tools.train_job import make_config
 
 GIB, MIB = 1 << 30, 1 << 20
 SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
@@ -126,7 +126,7 @@ def test_what_a_config_names_is_kept_and_said() -> None:
 PROBE = """
 import time
 from tiermem.swap.memory.accelerator import find_device
-from tiermem.tools.bench.gpu_link import measure_beside_copies, measure_memory
+from tiermem.tools.measure.gpu_link import measure_beside_copies, measure_memory
 device = find_device()
 copied, both = (measure_beside_copies(device, lambda: time.sleep(0.01), num_bytes, 1 << 20) for num_bytes in (0, 10**12))
 print(measure_memory(device) > 0, copied > 0, both > 10**13)

@@ -18,7 +18,7 @@ from saved_by_hand import write
 from torch import nn
 
 from tiermem.tools.cli import main
-from tiermem.tools.train_job import find_resumed
+from tiermem.tools.job.train_job import find_resumed
 
 
 def tiermem(*words: str | Path) -> tuple[int, str, str]:

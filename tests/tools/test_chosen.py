@@ -13,11 +13,11 @@ from tiermem.config import load_config
 from tiermem.forecast import Rates
 from tiermem.forecast.rates import Compute
 from tiermem.policy import Tier
-from tiermem.tools.card import Room, choose_config, with_choice
+from tiermem.tools.job.train_job import make_config, with_host_bytes
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.planned import Activations
+from tiermem.tools.plan.card import Room, choose_config, with_choice
+from tiermem.tools.plan.planned import Activations
 from tiermem.tools.presets import ModelSizes, preset
-from tiermem.tools.train_job import make_config, with_host_bytes
 
 SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}

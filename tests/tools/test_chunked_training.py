@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.layers import chunked_loss
-from tiermem.tools import planned
-from tiermem.tools.planned import Activations, has_chunked_loss
-from tiermem.tools.prediction import build_model
+from tiermem.tools.plan import planned
+from tiermem.tools.plan.planned import Activations, has_chunked_loss
+from tiermem.tools.plan.prediction import build_model
 from tiermem.tools.presets import ModelSizes
 
 SHAPE: dict[str, Any] = {

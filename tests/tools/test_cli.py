@@ -18,8 +18,8 @@ from rich.console import Console
 from tiermem.swap.disk.run_folder import RunFolder, RunName
 from tiermem.tools.checkpoints import export_checkpoint
 from tiermem.tools.cli import main, spread_lists
+from tiermem.tools.job.train_job import make_job
 from tiermem.tools.options import ExportOptions, TrainOptions
-from tiermem.tools.train_job import make_job
 
 
 def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,8 +43,6 @@ MISTAKES = {
         (["--preset", "151m", "--seq", "100000000"], "are fewer than one sequence of 100000000"),
         (["--preset", "151m", "--lr", "-1"], "--lr is -1.0"),
         (["--preset", "151m", "--precision", "int8"], "--precision is 'int8'; allowed are auto, bf16, fp32, fp16"),
-        (["--preset", "151m", "--peer-python", "python"], "--peer-python names an interpreter for --peers"),
-        (["--preset", "151m", "--peers", "--peer-python", "no-python"], "--peer-python: no-python is no program"),
         (["--preset", "151m", "--deepspeed-config", "no.json"], "no.json: No such file or directory"),
         (["--preset", "151m", "--deepspeed-config", "x", "--lr", "1"], "--lr: --deepspeed-config decides this"),
         (["--preset", "151m", "--tuned", "no.json"], "no.json: No such file or directory"),
@@ -170,7 +168,7 @@ def test_check_names_a_folder_that_is_not_there(
 
 
 def test_the_command_line_imports_no_torch() -> None:
-    look = "import sys, tiermem.tools.cli, tiermem.tools.train, tiermem.tools.bench.peers.runs; print('torch' in sys.modules)"
+    look = "import sys, tiermem.tools.cli, tiermem.tools.train.train; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -182,7 +180,7 @@ def test_the_command_line_imports_no_torch() -> None:
         (["--nvme", "a", "--nvme", "b"], ["--nvme", "a", "--nvme", "b"]),
         (["--data", "a", "b", "c"], ["--data", "a", "--data", "b", "--data", "c"]),
         (["train", "--steps", "3", "x"], ["train", "--steps", "3", "x"]),
-        (["--nvme=a", "--peers"], ["--nvme=a", "--peers"]),
+        (["--nvme=a", "--verbose"], ["--nvme=a", "--verbose"]),
     ],
 )
 def test_an_option_that_takes_several_takes_the_words_after_it(given: list[str], spread: list[str]) -> None:

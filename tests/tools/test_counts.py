@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.tools.run_record import IoCounts, disagreements, kernel_counts
+from tiermem.tools.record.run_record import IoCounts, disagreements, kernel_counts
 
 GB = 10**9
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from bench.curves import bench_curves, rows_of, train_curve
 from rich.console import Console
 
 from tiermem.precision import PRESETS
-from tiermem.tools.bench.curves import bench_curves, rows_of, train_curve
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.options import STATES, CurvesOptions
 

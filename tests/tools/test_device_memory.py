@@ -21,14 +21,14 @@ from on_simulated import environment, python
 
 from tiermem.forecast import Rates
 from tiermem.policy import Tier
-from tiermem.tools.launcher import Job, Outcome
+from tiermem.tools.job.launcher import Job, Outcome
+from tiermem.tools.job.train_job import make_config
 from tiermem.tools.memory_limit import Charge
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.planned import Cluster, Planned, Scenario, plan_scenario
-from tiermem.tools.reports import peers_table, plan_table, predicted_table, result_table
-from tiermem.tools.run_record import RunRecord
-from tiermem.tools.train_job import make_config
-from tiermem.tools.training import device_fields, explain_out_of_memory, out_of_memory_in
+from tiermem.tools.plan.planned import Cluster, Planned, Scenario, plan_scenario
+from tiermem.tools.record.reports import peers_table, plan_table, predicted_table, result_table
+from tiermem.tools.record.run_record import RunRecord
+from tiermem.tools.train.training import device_fields, explain_out_of_memory, out_of_memory_in
 
 PLAN = [
     ["resident parameters", "DEVICE", 30 * MIB, "present all the time"],

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("_tiermem_native")
 
 from tiermem.swap.disk.direct import open_unnamed
-from tiermem.tools.bench import files
-from tiermem.tools.bench.files import DiskRate, measure_disk, measure_disks
 from tiermem.tools.check import direct_alignment
+from tiermem.tools.measure import files
+from tiermem.tools.measure.files import DiskRate, measure_disk, measure_disks
 
 
 def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.tools.machine import Written, endurance_lines, lines_of_run, parse_tbw
+from tiermem.tools.measure.machine import Written, endurance_lines, lines_of_run, parse_tbw
 
 GB, TB = 10**9, 10**12
 A, B = Path("/a"), Path("/b")

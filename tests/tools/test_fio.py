@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sweep_values import setting
 
-from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.witnesses import ENGINES, read_rate, run_fio
+from tiermem.tools.measure.files import BenchFiles
 
 
 def report(read: tuple[int, int], write: tuple[int, int], error: int = 0) -> str:

@@ -12,10 +12,10 @@ from saved_by_hand import write
 
 import tiermem
 from tiermem.tools.cli import main
+from tiermem.tools.job.train_job import options_to_save
 from tiermem.tools.memory_limit import parse_memory
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import preset
-from tiermem.tools.train_job import options_to_save
 
 MIB = 1 << 20
 ANSWERS = {
@@ -56,7 +56,6 @@ ANSWERS = {
     "train --preset 419m --threads 0": "train --preset 419m --threads 1",
     "train --preset 419m --resident 1GiB --offload cpu": "train --preset 419m --offload cpu",
     "train --preset 419m --nvme . --offload cpu": "train --preset 419m --nvme . --offload nvme",
-    "train --preset 419m --peer-python python": "train --preset 419m --peer-python python --peers",
     "train --preset 419m --deepspeed ds.json": "train --preset 419m --deepspeed-config ds.json",
     "tune --nvme .": "tune --path .",
     "tune --path . --size 1MiB": "tune --path . --size 8.0MiB",

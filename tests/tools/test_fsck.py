@@ -29,7 +29,7 @@ from tiermem.tools.check import find_path
 from tiermem.tools.checkpoints import EXIT_DAMAGED, EXIT_DEAD, EXIT_UNREAD, fsck, inspect_checkpoint
 from tiermem.tools.cli import main
 from tiermem.tools.options import FsckOptions, InspectOptions
-from tiermem.tools.train import list_steps
+from tiermem.tools.train.train import list_steps
 
 SCRIPT = Path(__file__).parent / "leaves_a_run.py"
 

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from tiermem.tools.launcher import CHILD_ENVIRONMENT, KEEP_BYTES, MAP_FROM_BYTES
+from tiermem.tools.job.launcher import CHILD_ENVIRONMENT, KEEP_BYTES, MAP_FROM_BYTES
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 or newer")
 
 COUNT_HEAP = """
 import contextlib, ctypes, sys
-from tiermem.tools.launcher import large_blocks_mapped
+from tiermem.tools.job.launcher import large_blocks_mapped
 libc = ctypes.CDLL(None)
 fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 class Info(ctypes.Structure):

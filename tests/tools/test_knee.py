@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiermem.tools.bench.sustained import Knee, find_knee
+from tiermem.tools.measure.sustained import Knee, find_knee
 
 
 def test_a_drop_is_found_where_it_is() -> None:

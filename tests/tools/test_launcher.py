@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tiermem.tools.launcher import CHANNEL_FD, Message, Observer, Outcome, Sample, launch
+from tiermem.tools.job.launcher import CHANNEL_FD, Message, Observer, Outcome, Sample, launch
 from tiermem.tools.memory_limit import MemoryLimit
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiermem.tools import memory_limit
-from tiermem.tools.launcher import CHANNEL_FD, Outcome, launch
+from tiermem.tools.job.launcher import CHANNEL_FD, Outcome, launch
 from tiermem.tools.memory_limit import CgroupV1Limit, CgroupV2Limit, MemoryLimit, WatchLimit, open_limit
 
 CAP = 128 << 20

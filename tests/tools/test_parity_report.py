@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from bench import parity
+from bench.parity import Harm, Way
 
 from tiermem import Tier
-from tiermem.tools.bench import parity
-from tiermem.tools.bench.parity import Harm, Way
 
 FACTS = {"memory_bytes": 1 << 34, "virtualisation": "none", "cpu": "a processor", "num_cores": 2, "kernel": "Linux",
          "tiermem": "0", "date": "2026-01-02T03:04:05", "paths": [], "python": "3"}  # fmt: skip

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy
 import pytest
+from bench.peers.runs import Peer, _save_tokens, deepspeed_settings, list_peers, peer_command
 
-from tiermem.tools.bench.peers.runs import Peer, _save_tokens, deepspeed_settings, list_peers, peer_command
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.launcher import Job, launch
+from tiermem.tools.job.launcher import Job, launch
+from tiermem.tools.job.train_job import make_config
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import preset
-from tiermem.tools.run_record import RunRecord
-from tiermem.tools.train_job import make_config
+from tiermem.tools.record.run_record import RunRecord
 
 TINY = {
     "hidden_size": 64,
@@ -93,7 +93,7 @@ def test_fsdp2_is_a_peer_where_there_is_a_gpu_and_deepspeed_pins_there(
     given = job(tmp_path, nvme_paths=[])
     found = {}
     for has_gpu in (False, True):
-        monkeypatch.setattr("tiermem.tools.bench.peers.runs._has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr("bench.peers.runs.has_gpu", lambda has_gpu=has_gpu: has_gpu)
         offload = deepspeed_settings(given, tmp_path, uses_nvme=False)[0].values["zero_optimization"]["offload_param"]
         found[has_gpu] = [peer.name for peer in list_peers(given, None)], offload["pin_memory"]
     assert found == {False: (["plain"], False), True: (["plain", "fsdp2"], True)}

@@ -27,13 +27,13 @@ from tiermem.forecast.steps import (
     RANK_TO_RANK,
 )
 from tiermem.policy import Tier
-from tiermem.tools.card import NO_OTHER_WAY, plan_open
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import PlanOptions
-from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, advise, plan, tiling_hint
-from tiermem.tools.planned import Cluster, Planned, Scenario, meta_model, overlaps_of, plan_scenario
+from tiermem.tools.plan.card import NO_OTHER_WAY, plan_open
+from tiermem.tools.plan.plan import EXIT_FITS, EXIT_TOO_SMALL, advise, plan, tiling_hint
+from tiermem.tools.plan.planned import Cluster, Planned, Scenario, meta_model, overlaps_of, plan_scenario
+from tiermem.tools.plan.speed import parse_rates, tuned_speed
 from tiermem.tools.presets import preset
-from tiermem.tools.speed import parse_rates, tuned_speed
 
 TINY = preset("151m") | {
     "hidden_size": 128,
@@ -373,7 +373,7 @@ def test_the_link_is_given_measured_or_assumed(files: Path, monkeypatch: pytest.
     fields: dict[str, Any] = {"gpu_bytes": 24 << 30}
     assert "GPU: 25 GB/s each way, assumed: give --link" in run(files, **fields)[1]
     assert "GPU: 11 GB/s each way, by --link" in run(files, link_bytes_s=11e9, **fields)[1]
-    monkeypatch.setattr("tiermem.tools.speed.measure_link", lambda device: 13.24e9)
+    monkeypatch.setattr("tiermem.tools.plan.speed.measure_link", lambda device: 13.24e9)
     assert "GPU: 13.2 GB/s each way, measured here with pinned memory" in run(files, **fields)[1]
     assert "GPU: 11 GB/s each way, by --link" in run(files, link_bytes_s=11e9, **fields)[1]
 

@@ -15,8 +15,8 @@ from fake_run import DEVICE_FIELDS, MS, write_run
 
 pytest.importorskip("matplotlib")
 
-from tiermem.tools import plots
-from tiermem.tools.run_record import PHASES, Span, read_spans
+from tiermem.tools.record import plots
+from tiermem.tools.record.run_record import PHASES, Span, read_spans
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +41,7 @@ def closed_figures() -> Iterator[None]:
 def test_three_pictures_are_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
     write_run(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "tiermem.tools.plots", str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tiermem.tools.record.plots", str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     files = [Path(line) for line in done.stdout.splitlines()]

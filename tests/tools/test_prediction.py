@@ -14,8 +14,8 @@ from rich.console import Console
 pytest.importorskip("transformers")
 
 from tiermem.swap.disk.queue import Event
-from tiermem.tools.launcher import Job
-from tiermem.tools.prediction import (
+from tiermem.tools.job.launcher import Job
+from tiermem.tools.plan.prediction import (
     maths_of,
     measure,
     measure_host_memory,
@@ -25,7 +25,7 @@ from tiermem.tools.prediction import (
     time_plain_copies,
 )
 from tiermem.tools.presets import preset
-from tiermem.tools.reports import predicted_table
+from tiermem.tools.record.reports import predicted_table
 
 TINY = preset("151m") | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 101}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -140,10 +140,10 @@ def test_nothing_is_compared_without_a_prediction_or_a_step(change: dict[str, An
 
 
 def test_far_slower_products_are_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiermem.tools.job.train_job import make_config
     from tiermem.tools.options import TrainOptions
-    from tiermem.tools.prediction import settle_compute, warn_of_compute
+    from tiermem.tools.plan.prediction import settle_compute, warn_of_compute
     from tiermem.tools.presets import preset
-    from tiermem.tools.train_job import make_config
     from tiermem.units import compute
 
     def config(precision: str) -> dict[str, Any]:
@@ -164,10 +164,10 @@ def test_far_slower_products_are_told_before_the_start(monkeypatch: pytest.Monke
 
 def test_a_far_slower_disk_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from tiermem.forecast.rates import Compute, Rates
-    from tiermem.tools import prediction
+    from tiermem.tools.job.train_job import make_config
     from tiermem.tools.options import TrainOptions
-    from tiermem.tools.planned import Cluster, Scenario, plan_scenario
-    from tiermem.tools.train_job import make_config
+    from tiermem.tools.plan import prediction
+    from tiermem.tools.plan.planned import Cluster, Scenario, plan_scenario
 
     def said_of(disk_bytes_s: float) -> str | None:
         config = make_config(TrainOptions(offload="nvme", precision="bf16"), [Path("/mnt/slow")])

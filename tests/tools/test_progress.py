@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_run import DEVICE_FIELDS
 
-from tiermem.tools.launcher import Sample
-from tiermem.tools.reports import Progress
+from tiermem.tools.job.launcher import Sample
+from tiermem.tools.record.reports import Progress
 
 MIB = 1 << 20
 READY = {"kind": "ready", "ceiling": {"read_bytes_s": 4e9, "write_bytes_s": 8e9}, "read_bytes": 5, "written_bytes": 0}

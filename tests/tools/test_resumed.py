@@ -14,10 +14,10 @@ from saved_by_hand import write
 from tiermem.checkpoint.format.manifest import choices_of
 from tiermem.forecast import Rates
 from tiermem.forecast.rates import Compute
-from tiermem.tools.launcher import Job
+from tiermem.tools.job.launcher import Job
+from tiermem.tools.job.train_job import find_resumed, make_job, options_to_save, with_key, with_saved
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import ModelSizes, preset
-from tiermem.tools.train_job import find_resumed, make_job, options_to_save, with_key, with_saved
 from tiermem.tools.words import Mistake
 
 
@@ -77,8 +77,8 @@ def resume(tmp_path: Path, where: Path, **given: Any) -> Job:
 def test_tiles_that_an_accelerator_steps_are_those_of_the_saved_step(part: float, tmp_path: Path, text: Path) -> None:
     """Although the machine that goes on would choose others; what a config names is kept."""
     pytest.importorskip("transformers")
-    from tiermem.tools.card import Card, Room, choose_config
-    from tiermem.tools.planned import Activations
+    from tiermem.tools.plan.card import Card, Room, choose_config
+    from tiermem.tools.plan.planned import Activations
 
     rates = Rates(1e9, 1e9, link_bytes_s=200e9, kernel_bytes_s=1e9)
     card = Card(24 << 30, ())

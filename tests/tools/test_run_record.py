@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tiermem.tools.launcher import Outcome, Sample
+from tiermem.tools.job.launcher import Outcome, Sample
 from tiermem.tools.memory_limit import Charge
-from tiermem.tools.run_record import RunRecord, Series, median_after_warm_up
+from tiermem.tools.record.run_record import RunRecord, Series, median_after_warm_up
 from tiermem.tools.words import save_json
 
 

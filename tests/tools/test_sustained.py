@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tiermem.tools import seen
-from tiermem.tools.bench import sustained
-from tiermem.tools.bench.files import DiskRate
-from tiermem.tools.bench.sustained import has_plateau, measure_sustained, measure_sustained_disks
 from tiermem.tools.cli import main
-from tiermem.tools.launcher import Channel
+from tiermem.tools.job.launcher import Channel
+from tiermem.tools.job.train_job import make_job
+from tiermem.tools.measure import sustained
+from tiermem.tools.measure.files import DiskRate
+from tiermem.tools.measure.sustained import has_plateau, measure_sustained, measure_sustained_disks
 from tiermem.tools.options import TrainOptions, TuneOptions
-from tiermem.tools.speed import tuned_speed
-from tiermem.tools.train_job import make_job
-from tiermem.tools.training import Trainer
+from tiermem.tools.plan import seen
+from tiermem.tools.plan.speed import tuned_speed
+from tiermem.tools.train.training import Trainer
 from tiermem.tools.tune import tune
 from tiermem.tools.words import Stop, parse_share
 

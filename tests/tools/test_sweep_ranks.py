@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
+from tiermem.tools.measure.files import BenchFiles
 
 MIB = 1 << 20
 

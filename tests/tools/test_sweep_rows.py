@@ -26,7 +26,7 @@ from tiermem.tools.bench.io_report import (
     row_of,
     save_csv,
 )
-from tiermem.tools.run_record import IoCounts
+from tiermem.tools.record.run_record import IoCounts
 from tiermem.tools.words import check_outputs, save_json
 
 GB = 10**9

@@ -11,8 +11,8 @@ from sweep_values import MIB, setting
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.witnesses import FioWitness, LoopWitness, bare_witness
+from tiermem.tools.measure.files import BenchFiles
 
 Program = Callable[[str], Path]
 

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from tiermem.tools.cli import main
-from tiermem.tools.launcher import Sample
-from tiermem.tools.reports import TensorBoardLog
+from tiermem.tools.job.launcher import Sample
+from tiermem.tools.record.reports import TensorBoardLog
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

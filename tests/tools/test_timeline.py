@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tiermem.tools.run_record import Span, lanes_of, read_spans, rows_of, within, write_trace
+from tiermem.tools.record.run_record import Span, lanes_of, read_spans, rows_of, within, write_trace
 
 READ_A = Span("read", "a", 0, 100, 4096)
 READ_B = Span("read", "b", 50, 150, 4096)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.tools.options import TrainOptions
-from tiermem.tools.train_job import (
+from tiermem.tools.job.train_job import (
     make_config,
     nvme_folders,
     own_folders,
@@ -16,6 +15,7 @@ from tiermem.tools.train_job import (
     read_config,
     with_host_bytes,
 )
+from tiermem.tools.options import TrainOptions
 
 
 def test_options_become_a_config() -> None:

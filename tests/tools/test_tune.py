@@ -20,10 +20,10 @@ from tiermem.config import load_config
 from tiermem.config.load import with_tuned
 from tiermem.swap.base.native import IoSettings, Queue
 from tiermem.swap.disk.paths import NvmePath
-from tiermem.tools.bench.files import check_room
 from tiermem.tools.cli import main
+from tiermem.tools.measure.files import check_room
 from tiermem.tools.options import TuneOptions
-from tiermem.tools.reports import open_console
+from tiermem.tools.record.reports import open_console
 from tiermem.tools.tune import (
     BLOCKS,
     DEPTHS,

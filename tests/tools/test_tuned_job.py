@@ -10,9 +10,9 @@ import pytest
 
 from tiermem.config import load_config
 from tiermem.policy import IoSettings, NvmePath
-from tiermem.tools.launcher import Job
+from tiermem.tools.job.launcher import Job
+from tiermem.tools.job.train_job import make_job
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.train_job import make_job
 
 
 @pytest.fixture

@@ -26,12 +26,12 @@ from rich.console import Console
 from tiermem.ranks.topology import fair_cores, fair_threads
 from tiermem.swap.base.native import Map, Workers, choose_isa, optimizer_step, store_gradient
 from tiermem.swap.base.parts import Dither, Quantised, StepParts, StepRule, num_scales
-from tiermem.tools.bench.files import check_memory
-from tiermem.tools.bench.peers.peer_operators import MAX_NORM, SCALE, padded, whole_step
+from tiermem.tools.bench.peer_operators import MAX_NORM, SCALE, padded, whole_step
 from tiermem.tools.bench.witnesses import LineProgram, peer_program
-from tiermem.tools.machine import caption, machine_facts
+from tiermem.tools.measure.files import check_memory
+from tiermem.tools.measure.machine import caption, machine_facts
 from tiermem.tools.options import ISAS, AdamBenchOptions
-from tiermem.tools.reports import table
+from tiermem.tools.record.reports import table
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 
 # ---- rows: the precisions in which AdamW is timed, and the bytes that a step must move -------------------------------

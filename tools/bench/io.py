@@ -34,10 +34,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, file_system_of
 from tiermem.tools.bench import io_report
-from tiermem.tools.bench.files import BenchFiles, check_memory, check_room, memory_backed, why_unmeasured
 from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
 from tiermem.tools.bench.witnesses import FioWitness, Witness, bare_witness, peer_witness
-from tiermem.tools.machine import caption, machine_facts, try_engines
+from tiermem.tools.measure.files import BenchFiles, check_memory, check_room, memory_backed, why_unmeasured
+from tiermem.tools.measure.machine import caption, machine_facts, try_engines
 from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 

@@ -31,7 +31,7 @@ from tiermem.swap.disk.queue import InFlight, Queues
 from tiermem.swap.disk.run_folder import remove_dead_runs
 from tiermem.swap.store.move import Move
 from tiermem.swap.store.store import TensorStore
-from tiermem.tools.run_record import IoCounts, kernel_counts
+from tiermem.tools.record.run_record import IoCounts, kernel_counts
 from tiermem.tools.words import handling, message_of
 
 # ---- what passes between the benchmark and its processes -------------------------------------------------------------

@@ -21,10 +21,10 @@ from rich.text import Text
 from tiermem.swap.base.native import latency_edges
 from tiermem.swap.disk import durable
 from tiermem.tools.bench.io_ranks import Outcome, Setting
-from tiermem.tools.bench.sustained import find_knee
-from tiermem.tools.plots import save_figure
-from tiermem.tools.reports import table
-from tiermem.tools.run_record import IoCounts, disagreements
+from tiermem.tools.measure.sustained import find_knee
+from tiermem.tools.record.plots import save_figure
+from tiermem.tools.record.reports import table
+from tiermem.tools.record.run_record import IoCounts, disagreements
 from tiermem.tools.words import csv_mark
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from tiermem.precision import Precision
 from tiermem.swap.store.checksum import Verify
-from tiermem.tools.bench.files import check_memory, check_room
 from tiermem.tools.bench.stepped_model import (
     DTYPES,
     MOST_FRACTION,
@@ -27,10 +26,11 @@ from tiermem.tools.bench.stepped_model import (
     memory_rate,
     state_bytes_of,
 )
-from tiermem.tools.machine import Written, caption, endurance_lines, machine_facts
+from tiermem.tools.measure.files import check_memory, check_room
+from tiermem.tools.measure.machine import Written, caption, endurance_lines, machine_facts
 from tiermem.tools.options import StepBenchOptions
-from tiermem.tools.reports import table
-from tiermem.tools.run_record import IoCounts, disagreements
+from tiermem.tools.record.reports import table
+from tiermem.tools.record.run_record import IoCounts, disagreements
 from tiermem.tools.words import OneOf, format_bytes, parse_bytes, stopped_by_sigterm
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from tiermem.precision import Precision
 from tiermem.swap.base.ranges import round_up
 from tiermem.swap.disk.passes import Passes
 from tiermem.swap.store.checksum import Verify
-from tiermem.tools.bench.files import BenchFiles
-from tiermem.tools.bench.small_training import Tower
 from tiermem.tools.bench.witnesses import BareLoop
+from tiermem.tools.measure.files import BenchFiles
+from tiermem.tools.measure.small_training import Tower
 from tiermem.tools.options import StepBenchOptions
-from tiermem.tools.plots import new_figure, save_figure, stack_bands
-from tiermem.tools.run_record import IoCounts, Span, busy_fraction, kernel_counts, rows_of, within
+from tiermem.tools.record.plots import new_figure, save_figure, stack_bands
+from tiermem.tools.record.run_record import IoCounts, Span, busy_fraction, kernel_counts, rows_of, within
 from tiermem.units.state_layout import StateLayout
 
 if TYPE_CHECKING:

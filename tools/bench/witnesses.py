@@ -7,15 +7,15 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.io_ranks import Setting
-from tiermem.tools.bench.peers.runs import peer_command
+from tiermem.tools.measure.files import BenchFiles
 
 # ---- programs that are asked a line and answer one -------------------------------------------------------------------
 #
@@ -338,5 +338,25 @@ def peer_witness(python: Path, files: BenchFiles, sync: bool) -> LoopWitness:
 
 def peer_program(python: Path, operator: str, **variables: str) -> list[str]:
     """Command line of DeepSpeed's operator ("adam" or "aio") behind lines, in the interpreter that has it."""
-    script = Path(__file__).parent / "peers" / "peer_operators.py"
+    script = Path(__file__).parent / "peer_operators.py"
     return [*peer_command(python, **variables), str(script), operator]
+
+
+def peer_command(python: Path, name: str = "deepspeed", **variables: str) -> list[str]:
+    """How a peer's command line begins: its interpreter's tools come first (ninja), no GPU means DS_ACCELERATOR=cpu."""
+    # Packages that a bare machine has in PYTHONPATH alone are this interpreter's own.
+    is_ours = "PYTHONPATH" in os.environ and python.absolute() == Path(sys.executable).absolute()
+    variables["PATH"] = f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    if name == "deepspeed" and not has_gpu():
+        variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
+    return [
+        "/usr/bin/env",
+        *(f"{key}={value}" for key, value in variables.items()),
+        str(python.absolute()),
+        *["-I"] * (not is_ours),
+    ]
+
+
+def has_gpu() -> bool:
+    """Whether a driver of NVIDIA or AMD has made its device; the launcher imports no torch to ask."""
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))

@@ -46,7 +46,7 @@ def _trace_a_step(module: ModuleType) -> None:
         return
     import torch
 
-    from tiermem.tools.bench.gpu_trace import hidden_share
+    from tiermem.tools.measure.gpu_trace import hidden_share
 
     report = module.Trainer._report_step
     profilers: list[Any] = []
@@ -78,8 +78,8 @@ def _choose_peers(module: ModuleType) -> None:
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "torch.nn.init": _copy_weights,
-    "tiermem.tools.bench.peers.runs": _choose_peers,
-    "tiermem.tools.training": _trace_a_step,
+    "bench.peers.runs": _choose_peers,
+    "tiermem.tools.train.training": _trace_a_step,
 }
 
 

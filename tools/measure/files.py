@@ -1,0 +1,197 @@
+"""Files of a benchmark, and the rate of a folder's disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from tiermem.swap.base.native import IoSettings
+from tiermem.swap.disk.direct import file_system_of, open_unnamed, preallocate
+from tiermem.swap.disk.passes import Passes
+from tiermem.tools.measure.machine import available_bytes
+from tiermem.tools.words import format_bytes
+
+# ---- files: one on each path for each rank, preallocated, without a name ---------------------------------------------
+#
+# Nothing can be left behind, however the benchmark ends: a file lives as long as a process holds it open. Other processes
+# (ranks, fio, a bare loop) open it as /proc/<pid>/fd/<n>, with a position and flags of their own.
+
+
+class BenchFiles(AbstractContextManager["BenchFiles"]):
+    """Open files of `file_bytes` each. A context manager: they are gone at its end.
+
+    Args:
+        paths: existing, writable folders.
+        num_ranks: files on each of them.
+        file_bytes: of each file.
+        sustained_bytes: of one file more on each path, for writing past a drive's cache; 0: none.
+
+    Raises OSError naming the path, and then nothing stays taken.
+    """
+
+    def __init__(self, paths: Sequence[Path], num_ranks: int, file_bytes: int, sustained_bytes: int = 0) -> None:
+        self.paths = tuple(paths)
+        self._file_bytes = file_bytes
+        self._sustained_bytes = sustained_bytes
+        self._descriptors: list[list[int]] = []  # of each path: a file for each rank, and last the sustained one
+        self._is_direct: list[bool] = []
+        with ExitStack() as opened:
+            for path in paths:
+                self._descriptors.append([])
+                self._is_direct.append(True)
+                for size in (*[file_bytes] * num_ranks, *[sustained_bytes] * bool(sustained_bytes)):
+                    self._make(path, size, opened)
+            self._opened = opened.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def name(self, place: int, rank: int, mode: str) -> str:
+        """A name by which any process of this user can open a file, while it is open here."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptors[place][-1 if mode == 'sustained' else rank]}"
+
+    def descriptor(self, place: int, rank: int = 0) -> int:
+        """The open file of a rank on a path."""
+        return self._descriptors[place][rank]
+
+    def file_bytes(self, mode: str) -> int:
+        """The size of the file that a mode uses."""
+        return self._sustained_bytes if mode == "sustained" else self._file_bytes
+
+    def is_direct(self, places: Sequence[int]) -> bool:
+        """Whether all of these paths take O_DIRECT."""
+        return all(self._is_direct[place] for place in places)
+
+    def _make(self, path: Path, num_bytes: int, opened: ExitStack) -> None:
+        own, why_buffered = open_unnamed(path)
+        opened.callback(own.close)
+        fd = own[0]
+        self._descriptors[-1].append(fd)
+        self._is_direct[-1] &= not why_buffered
+        try:
+            preallocate(fd, 0, num_bytes)
+        except OSError as error:
+            reason = f"a file of {format_bytes(num_bytes)} cannot be made: {os.strerror(error.errno or 0)}"
+            raise OSError(error.errno, reason, str(path)) from None
+
+
+def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
+    """Sees that every path has room for its parts (what, bytes); paths on one file system share what is free there.
+
+    Raises OSError (ENOSPC) with the arithmetic.
+    """
+    together: dict[int, list[Path]] = {}
+    for path in paths:
+        together.setdefault(path.stat().st_dev, []).append(path)
+    for on_one in together.values():
+        stats = os.statvfs(on_one[0])
+        free, needed = stats.f_bavail * stats.f_frsize, len(on_one) * sum(size for _, size in parts)
+        if needed <= free:
+            continue
+        said = " + ".join(f"{format_bytes(size)} for {what}" for what, size in parts if size)
+        said = f"({said}) x {len(on_one)} paths on this file system" if len(on_one) > 1 else said
+        reason = (
+            f"{format_bytes(needed)} are needed, {format_bytes(free)} are free: {said}. Free space, or ask for less"
+        )
+        raise OSError(errno.ENOSPC, reason, ", ".join(map(str, on_one)))
+
+
+def check_memory(num_bytes: int, needed: str, advice: str) -> None:
+    """Sees that memory leaves some room beside what a benchmark takes. Raises ValueError with the arithmetic."""
+    available = available_bytes()
+    if num_bytes > 0.8 * available:
+        raise ValueError(f"{needed}, {format_bytes(available)} of memory are available: {advice}")
+
+
+# ---- the rate of a folder's disk -------------------------------------------------------------------------------------
+#
+# The ceiling that a run is held to. The file is written once before the clock starts, since first writes to preallocated
+# blocks are slower. A disk that others use, or a host that caches it, moves the figure from run to run: compare within one.
+
+BLOCK_BYTES = 1 << 20
+DEPTH = 32
+DISK_FILE_BYTES = 256 << 20
+
+
+class DiskRate(NamedTuple):
+    """Bytes per second each way, and what measured them."""
+
+    read_bytes_s: float
+    write_bytes_s: float
+    engine: str
+    why: str
+    is_direct: bool
+    sustained: str | None = None
+    """What was written to get past the disk's fast cache, and what came of it; None: it was not asked for."""
+
+
+def why_unmeasured(folders: Sequence[Path], file_bytes: int = DISK_FILE_BYTES) -> str | None:
+    """Why the disks of some folders cannot be measured with a file of so many bytes in each; None: they can."""
+    for folder in folders:
+        if (kind := memory_backed(folder)) is not None:
+            return f"{folder} lies in memory ({kind}), where what rests takes memory: name a folder on a disk"
+        stats = os.statvfs(folder)
+        if (free := stats.f_bavail * stats.f_frsize) < file_bytes:
+            return f"{folder} has {format_bytes(free)} free, and a file of {format_bytes(file_bytes)} is needed"
+    return None
+
+
+def memory_backed(folder: Path) -> str | None:
+    """The type of a file system that keeps its files in memory; None for any other."""
+    kind = file_system_of(folder)
+    return kind if kind in ("tmpfs", "ramfs") else None
+
+
+def measure_disk(folder: Path, seconds: float, file_bytes: int = DISK_FILE_BYTES) -> DiskRate:
+    """Reads and writes `file_bytes` in `folder` again and again for about `seconds`. Blocks; raises OSError."""
+    io = IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)
+    with BenchFiles([folder], 1, file_bytes) as files, Passes(files.descriptor(0), file_bytes, io) as passes:
+        passes.run("write")
+        write = _rate(passes, "write", seconds / 2)
+        read = _rate(passes, "read", seconds / 2)
+        return DiskRate(read, write, passes.queue.engine, passes.queue.why, files.is_direct([0]))
+
+
+def measure_disks(folders: Sequence[Path], seconds: float, file_bytes: int = DISK_FILE_BYTES) -> DiskRate:
+    """The rates of several folders together: the sum of one folder of each file system, measured one after the other.
+
+    Two folders of one file system share its disk, so that the second adds nothing. What file systems share below (a disk, a
+    bus) is not looked up. What measured is the first folder's; it is direct where all are. Blocks for about `seconds` for
+    each file system; raises OSError, and ValueError without folders.
+    """
+    return rate_of_all(folders, lambda folder: measure_disk(folder, seconds, file_bytes))
+
+
+def rate_of_all(folders: Sequence[Path], measure: Callable[[Path], DiskRate]) -> DiskRate:
+    """The sum of the rates of the first folder of each file system; see `measure_disks`."""
+    if not folders:
+        raise ValueError("there is no folder to measure: give at least one")
+    first_of: dict[int, Path] = {}
+    for folder in folders:
+        first_of.setdefault(device_of(folder), folder)
+    rates = [measure(folder) for folder in first_of.values()]
+    said = [rate.sustained for rate in rates if rate.sustained is not None]
+    return rates[0]._replace(
+        read_bytes_s=sum(rate.read_bytes_s for rate in rates),
+        write_bytes_s=sum(rate.write_bytes_s for rate in rates),
+        is_direct=all(rate.is_direct for rate in rates),
+        sustained="; ".join(said) if said else None,
+    )
+
+
+def device_of(folder: Path) -> int:
+    """The number of the file system that a folder lies on. Raises OSError."""
+    return os.stat(folder).st_dev
+
+
+def _rate(passes: Passes, mode: str, seconds: float) -> float:
+    start, moved = time.monotonic(), 0
+    while time.monotonic() - start < seconds or not moved:
+        done = passes.run(mode)
+        moved += done.read_bytes + done.written_bytes
+    return moved / (time.monotonic() - start)

@@ -1,0 +1,12 @@
+"""Plans: what a training takes of every tier, and how long its steps last.
+
+Files in order: each imports only files before it.
+
+    planned     the budget under a cap; the library's own plan of a scenario
+    prediction  the predicted seconds and bytes of a training
+    card        what is placed on an accelerator that a plan leaves open
+    seen        what runs took from their disks
+    speed       the rates that a plan is made with
+    paper       the ZeRO-Infinity paper's table
+    plan        `tiermem plan`: tables and advice
+"""

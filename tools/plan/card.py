@@ -1,0 +1,291 @@
+"""Card: what an accelerator's memory leaves to a plan, and what a run's config leaves open, chosen and explained.
+
+card - in use - torch's part - activations, by the home of block inputs  =  room for the plan
+rates or none, room  ->  forecast's choice, or the plan's rule  ->  config, and a sentence for each choice
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tiermem.config import load_config, resolve_auto
+from tiermem.config.io import STATES_PER_TILE
+from tiermem.forecast import Forecast, Placement, Rates, choose
+from tiermem.forecast.forecast import LEAST_FAR_GAIN
+from tiermem.forecast.rates import Compute
+from tiermem.plans.budget import make_plan
+from tiermem.plans.plan import Plan, Row
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.ranks.topology import Topology, plan_topology
+from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
+from tiermem.tools.job.launcher import Job
+from tiermem.tools.job.train_job import Config, with_key
+from tiermem.tools.plan.planned import (
+    Activations,
+    Budget,
+    Planned,
+    Scenario,
+    budget_of,
+    fits_budget,
+    meta_model,
+    placed,
+    plan_scenario,
+)
+from tiermem.tools.presets import ModelSizes
+from tiermem.tools.words import format_bytes
+from tiermem.units.unit import divide
+
+_TORCHS_PART = 0.05
+_CONTEXT_BYTES = 512 << 20  # of a driver's context and its kernels, where it cannot be measured
+
+
+Tried = tuple[Plan, Forecast]
+"""A plan, and a step of it."""
+
+
+class Card(NamedTuple):
+    """An accelerator's memory."""
+
+    total_bytes: int
+    others: tuple[Row, ...]
+    """What neither a plan nor activations may take."""
+
+    @staticmethod
+    def here(device: torch.device) -> Card | None:
+        """The device as it is now; None: the CPU."""
+        if not is_accelerator(device):
+            return None
+        free, total = free_and_total(device)
+        return Card(total, (Row("in use", Tier.DEVICE, total - free, "by the context and others, now"), _gaps(total)))
+
+    @staticmethod
+    def elsewhere(total_bytes: int) -> Card:
+        """A card that is not in this machine."""
+        context = Row("context", Tier.DEVICE, min(_CONTEXT_BYTES, total_bytes), "of the driver, assumed")
+        return Card(total_bytes, (context, _gaps(total_bytes)))
+
+    @property
+    def room_bytes(self) -> int:
+        """What a plan and activations may take together."""
+        return max(1, self.total_bytes - sum(row.num_bytes for row in self.others))
+
+    def budget(self, activations: Activations, home: Tier | None) -> Budget:
+        """The arithmetic: what is left for a plan with the inputs of checkpointed blocks in a home."""
+        return Budget(self.total_bytes, (*self.others, *activations.rows(home)), "the plan")
+
+
+def _gaps(total_bytes: int) -> Row:
+    part = int(_TORCHS_PART * total_bytes)
+    return Row("torch", Tier.DEVICE, part, f"{_TORCHS_PART:.0%}: libraries' workspaces, gaps between torch's blocks")
+
+
+def say_placement(
+    given: OffloadPolicy, policy: OffloadPolicy, plan: Plan, card: Card, activations: Activations
+) -> list[str]:
+    """A sentence on `device_bytes` and one on `activations`, with the arithmetic.
+
+    given: the policy before the choice; policy, plan: after it.
+    """
+    units, budget = plan.division.units, card.budget(activations, policy.activations)
+    stay = f"{sum(unit.is_resident for unit in units)} of {len(units)} units stay on the GPU"
+    takes = f"the plan takes {format_bytes(plan.device_bytes)}: {stay}"
+    if given.device_bytes is not None:
+        first = f"device_bytes: {format_bytes(given.device_bytes)}, as the config says; {takes}; {budget.explain()}"
+    elif policy.device_bytes is None:
+        why = "no more units stay, which is faster" if plan.device_bytes <= budget.left_bytes else "no plan fits"
+        first = f"device_bytes: not set, since {why}: {budget.explain()}; {takes}"
+    else:
+        first = f"device_bytes: {budget.explain()}; {takes}"
+    if not activations.is_checkpointing:
+        return [first, "activations: they stay on the GPU, since no block is recomputed"]
+    inputs = (
+        f"inputs of {activations.sizes.num_layers} checkpointed blocks take {format_bytes(activations.inputs_bytes)}"
+    )
+    if not activations.moves_inputs(policy.activations):
+        return [first, f"activations: {inputs} and stay on the GPU"]
+    assert policy.activations is not None
+    left_bytes = card.budget(activations, None).left_bytes
+    there = f"there they would leave {format_bytes(left_bytes)} for the plan"
+    there = there if left_bytes > 0 else f"they are {format_bytes(-left_bytes)} too large to stay there"
+    why = "as the config says" if given.activations is not None else there
+    return [first, f"activations: {inputs} and go from the GPU to {policy.activations.name}: {why}"]
+
+
+# ---- recomputation: the activations of blocks are kept, or computed again in backward -----------------------------------
+#
+# Where nobody says which, both are planned and a step of each is played. Recomputing takes the forward's time once more, and
+# leaves what autograd would keep to weights and states. The bits are the same.
+
+NO_OTHER_WAY = "checkpointing: blocks are recomputed in backward, since what they would keep leaves no room for a plan"
+
+
+def recomputes(kept: Tried | None, again: Tried | None) -> tuple[bool, str | None]:
+    """Whether blocks are to be recomputed in backward, and a sentence that says why; None: there is nothing to compare.
+
+    It must be 10 % faster; but where more units stay on an accelerator with it, keeping what forward leaves must be, as for
+    every plan that leaves units elsewhere (forecast/forecast.py).
+
+    kept, again: the plan without and with it, and a step of each; None: none fits.
+    """
+    if kept is None or again is None:
+        return kept is None and again is not None, NO_OTHER_WAY if again is not None else None
+    kept_s, again_s = kept[1].total_s, again[1].total_s
+    stay, more = (sum(unit.is_resident for unit in plan.division.units) for plan, _ in (kept, again))
+    keeps_more = bool(again[0].on_device) and more > stay
+    is_better = kept_s * LEAST_FAR_GAIN >= again_s if keeps_more else again_s * LEAST_FAR_GAIN < kept_s
+    said = f"{again_s:.3g} s a step are predicted with that, {kept_s:.3g} s without"
+    if keeps_more:
+        said = f"{more} of {len(again[0].division.units)} units stay on the GPU with that, {stay} without; {said}"
+    if is_better:
+        return True, f"checkpointing: blocks are recomputed in backward: {said} (--no-checkpointing)"
+    return False, f"checkpointing: no block is recomputed in backward: {said} (--checkpointing)"
+
+
+def plan_open(scenario: Scenario, recomputing: bool | None) -> Planned:
+    """Plans a scenario with blocks recomputed in backward, or not, or, if None is given, as `recomputes` finds best.
+
+    Measured maths of the scenario was measured as it is said, and without recomputation for None. Raises as `plan_scenario`.
+    """
+    kept = plan_scenario(dataclasses.replace(scenario, is_checkpointing=bool(recomputing)))
+    is_scarce = scenario.cluster.gpu_bytes is not None or kept.given.host_bytes is not None
+    if recomputing is not None or not is_scarce:
+        return kept
+    again = plan_scenario(scenario.recomputing)
+    tried = (None if each.problems else (each.plan, each.forecast) for each in (kept, again))
+    is_better, why = recomputes(*tried)
+    return dataclasses.replace(again if is_better else kept, recomputation=why)
+
+
+def settle_by_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Job:
+    """The job, recomputing blocks where it leaves that open and what forward keeps does not fit under its cap otherwise."""
+    if (
+        job.is_checkpointing is not None
+        or job.memory_limit_bytes is None
+        or "host_bytes" in job.config.get("tiermem", {})
+    ):
+        return job
+    if fits_budget(job, budget_of(job, job.memory_limit_bytes, resident_bytes, is_gpu), is_gpu):
+        return job
+    return dataclasses.replace(job, is_checkpointing=True)
+
+
+# ---- the choice of open settings -------------------------------------------------------------------------------------
+#
+#     measured rates -> forecast/forecast.py, on the meta device -> config, and lines that give the choice and the reason
+#   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
+#     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
+#   activations, activation_bytes, device_bytes, host_bytes, streamed_ratio: keys of the section "tiermem" with the same names
+#
+# So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
+
+_SIZES = {"tile_numel", "tile_buffers", "unit_buffers"}
+_PLACES = {
+    "grads": ("tiermem", "grads"),
+    "tile_numel": ("zero_optimization", "sub_group_size"),
+    "tile_buffers": ("zero_optimization", "offload_optimizer", "buffer_count"),
+    "unit_buffers": ("zero_optimization", "offload_param", "buffer_count"),
+    "host_param_numel": ("zero_optimization", "offload_param", "max_in_cpu"),
+    **{
+        name: ("tiermem", name)
+        for name in ("activations", "activation_bytes", "device_bytes", "host_bytes", "streamed_ratio")
+    },
+}
+
+
+class Chosen(NamedTuple):
+    """The config of a run with what it leaves open settled."""
+
+    config: Config
+    how: str | None
+    """How it was chosen; None: by the plan's rule alone."""
+    placement: list[str]
+    """What `say_placement` says."""
+    tried: Tried | None
+    """The plan, and a step of it; None: nothing was predicted."""
+
+
+class Room(NamedTuple):
+    """Memory that a choice may divide between the plan and activations."""
+
+    card: Card | None
+    """None: the CPU."""
+    host_bytes: int | None
+    """What the caps of a node's ranks leave for the plan beside activations as the config has them; None: the config names the
+    plan's own."""
+    num_ranks: int = 1
+    ranks_on_node: int = 1
+
+
+def choose_config(
+    config: Config,
+    shape: Mapping[str, Any],
+    speed: tuple[Compute, Rates] | None,
+    activations: Activations,
+    room: Room,
+) -> Chosen:
+    """Settles what the config of a run leaves open.
+
+    speed: None where nothing was measured: the plan's rule chooses. Raises ValueError for a config that cannot be, and, with
+    the arithmetic, where a card has no room for the smallest plan beside activations and the config names no `device_bytes`.
+    """
+    loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
+    policy, card = loaded.policy(), room.card
+    if card is None and (policy.host_bytes is None or speed is None):
+        return Chosen(config, None, [], None)
+    model, ranks = meta_model(shape, loaded.precision), (room.num_ranks, room.ranks_on_node)
+    topology = plan_topology(room.num_ranks, policy, room.ranks_on_node)
+    device_bytes = None if card is None else card.room_bytes
+    placements = activations.placements(policy, device_bytes, room.host_bytes, room.ranks_on_node)
+    how: str | None = None
+    tried: Tried | None = None
+    try:
+        if speed is None:
+            chosen, plan = placed(model, policy, placements, topology, card is not None, room.ranks_on_node)
+        else:
+            more: dict[str, Any] = {"placements": placements, "input_bytes": activations.input_bytes}
+            num_micro = loaded.batch(room.num_ranks).accumulation
+            choice = choose(model, policy, speed[1], speed[0], *ranks, card is not None, num_micro, **more)
+            chosen, plan, how = choice.policy, choice.chosen.plan, str(choice)
+            tried = plan, choice.chosen.forecast
+    except ValueError:
+        if card is not None and policy.device_bytes is None:
+            _check_room(model, policy, placements, topology, room, activations)
+        return Chosen(config, None, [], None)  # nothing fits for another reason: building the model says why
+    said = [] if card is None else say_placement(policy, chosen, plan, card, activations)
+    fields = {name: value for name in _PLACES if (value := getattr(chosen, name)) != getattr(policy, name)}
+    return Chosen(with_choice(config, fields), how, said, tried)
+
+
+def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
+    """The config with chosen fields of the policy as keys of its own."""
+    for name, value in fields.items():
+        if isinstance(value, Tier):
+            value = "nvme" if value is Tier.NVME else "cpu"
+        config = with_key(config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value)
+    if fields.keys() & _SIZES:
+        config = with_key(config, ("tiermem", "sizes_are_least"), False)
+    return config
+
+
+def _check_room(
+    model: nn.Module,
+    policy: OffloadPolicy,
+    placements: Sequence[Placement],
+    topology: Topology,
+    room: Room,
+    activations: Activations,
+) -> None:
+    """Raises ValueError, with the arithmetic, where a card has no room for any plan."""
+    roomy = max(placements, key=lambda placement: placement.device_bytes or 0)
+    changed = dataclasses.replace(policy, **roomy.fields(policy) | {"host_bytes": None})
+    try:
+        make_plan(divide(model, changed, topology.num_shards), changed, topology, True, room.ranks_on_node)
+    except ValueError as error:
+        assert room.card is not None
+        budget = room.card.budget(activations, roomy.activations)
+        raise ValueError(f"the accelerator has too little memory: {budget.explain()}; {error}") from error

@@ -1,0 +1,449 @@
+"""`tiermem plan`: the memory and disk space that a training needs and the seconds of its steps, without the machine.
+
+    options -> Scenario (config, model, cluster, speed) -> planned.py -> tables, --json, advice about changes
+                                  |
+                    given, tuned, measured here, or assumed: the report says which
+
+Exit status 0: the training fits, or no limit was given. 1: it does not fit. Mistakes in options, config and model raise
+ValueError and OSError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from tiermem.forecast.forecast import PHASES
+from tiermem.plans.budget import why_disk
+from tiermem.policy import Tier
+from tiermem.swap.memory.accelerator import find_device
+from tiermem.tools.job.train_job import (
+    Config,
+    make_config,
+    read_config,
+    recomputes_blocks,
+    with_key,
+)
+from tiermem.tools.measure.machine import wear_a_day
+from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
+from tiermem.tools.plan.card import Card, plan_open, say_placement
+from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
+from tiermem.tools.plan.planned import PLACES, Cluster, Overlapped, Planned, Scenario, overlaps_of, plan_scenario
+from tiermem.tools.plan.prediction import settle_compute
+from tiermem.tools.plan.speed import speed_of
+from tiermem.tools.presets import ModelShape, preset, shape_of
+from tiermem.tools.record.reports import table
+from tiermem.tools.words import Mistake, format_bytes
+
+EXIT_FITS, EXIT_TOO_SMALL = 0, 1
+_DISK_THERE = Path("/mnt/nvme0")
+
+
+def plan(options: PlanOptions, console: Console) -> int:
+    """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when something is measured."""
+    if options.shows_paper:
+        print_paper(console)
+        name = options.preset or (str(options.model) if options.model is not None else ESTIMATED)
+        shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
+        print_estimates(name, shape, (options.ranks, options.nodes), console)
+        return EXIT_FITS
+    options = dataclasses.replace(
+        options, is_checkpointing=recomputes_blocks(options.is_checkpointing, _config(options))
+    )
+    with console.status("measuring this machine"):
+        scenario, sources = scenario_of(options)
+    planned = plan_open(scenario, options.is_checkpointing)
+    advice, overlaps = advise(planned), overlaps_of(planned)
+    print_plan(planned, advice, overlaps, sources, console)
+    options.save_json(plan_figures(planned, advice, overlaps, sources))
+    return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
+
+
+def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
+    """What the options describe, and a line on each rate. Measures what is of this machine and not given: blocks for that."""
+    shape, config = _shape(options), _config(options)
+    if options.flops is None and options.gpu_bytes is None:  # measured here, in the dtype that is best here
+        config, _ = settle_compute(config, shape)
+    card = Card.here(find_device()) if options.gpu_bytes is None else Card.elsewhere(options.gpu_bytes)
+    rates, compute, sources = speed_of(options, shape, config, card is not None)
+    cluster = Cluster(
+        options.nodes,
+        options.ranks,
+        None if card is None else card.total_bytes,
+        options.host_bytes,
+        options.nvme_bytes,
+        () if card is None else card.others,
+    )
+    return Scenario(shape, config, cluster, rates, compute, options.seq), sources
+
+
+def _shape(options: PlanOptions) -> ModelShape:
+    model = options.model
+    return shape_of(options.preset, model / "config.json" if model is not None and model.is_dir() else model, "--model")
+
+
+def _config(options: PlanOptions) -> Config:
+    """The config given, or one made of the options as `train` makes it; the disk of a GPU's machine is not one of this."""
+    if options.config is None:
+        folder = Path() if options.gpu_bytes is None else _DISK_THERE
+        config = make_config(TrainOptions(**{name: getattr(options, name) for name in MADE_OF}), [folder])
+        return config | {"gradient_accumulation_steps": options.accumulation or 1}
+    config = read_config(options.config, [], 1)
+    if "model_type" in config:
+        instead = {"--config": f"--model {options.config}", "--preset": ""}
+        raise Mistake(f"{options.config} is a model's config, and --config takes a DeepSpeed-style one", instead)
+    return config
+
+
+# ---- tables, and the same figures as JSON ----------------------------------------------------------------------------
+
+_LANES = {"maths": "compute", "disk read": "disk", "disk write": "disk", "link up": "link", "link down": "link"}
+
+
+Overlaps = Mapping[str, Overlapped]
+
+
+def print_plan(
+    planned: Planned, advice: Sequence[Advice], overlaps: Overlaps, sources: Sequence[str], console: Console
+) -> None:
+    """Tiers, edges, phases, whether it fits, and what to change."""
+    cluster = planned.scenario.cluster
+    ranks = f"{cluster.num_ranks} rank{'s' * (cluster.num_ranks > 1)}"
+    where, num_micro = "GPUs" if cluster.gpu_bytes is not None else "CPUs", planned.batch.accumulation
+    console.print(
+        f"{planned.num_params:,} parameters on {ranks}: {cluster.num_nodes} x {cluster.ranks_per_node}, maths on {where}; "
+        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {num_micro} micro-batch{'es' * (num_micro > 1)} a step"
+    )
+    console.print(_tier_table(planned))
+    console.print(_edge_table(planned))
+    console.print(_phase_table(planned))
+    if len(overlaps) > 1:
+        console.print(_overlap_table(overlaps))
+    for source in sources:
+        console.print(f"  {source}")
+    frozen_bytes = planned.plan.frozen_disk_bytes
+    if frozen_bytes:
+        why = why_disk(planned.plan, planned.policy)
+        console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}")
+    if planned.choice is not None:
+        console.print(f"  {planned.choice}")
+    for sentence in _said(planned):
+        console.print(f"  {sentence}")
+    if planned.written_bytes_day:
+        console.print(f"  {wear_a_day(planned.written_bytes_day)}")
+    _print_verdict(planned, advice, console)
+
+
+def plan_figures(
+    planned: Planned, advice: Sequence[Advice], overlaps: Overlaps, sources: Sequence[str]
+) -> dict[str, Any]:
+    """What `--json` writes."""
+    cluster = planned.scenario.cluster
+    return {
+        "num_params": planned.num_params,
+        "num_nodes": cluster.num_nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "lines": [{**row._asdict(), "tier": row.tier.name} for row in planned.lines],
+        "rank_bytes": {tier.name: planned.tier_bytes(tier) for tier in Tier},
+        "node_bytes": {tier.name: planned.tier_bytes(tier) * cluster.ranks_per_node for tier in Tier},
+        "moved_bytes": {edge: dict(by) for edge, by in planned.forecast.moved_bytes.items()},
+        "seconds": dict(planned.forecast.seconds),
+        "busy_s": {lane: dict(by) for lane, by in planned.forecast.busy_s.items()},
+        "limits_s": dict(planned.forecast.limits_s),
+        "limited_by": planned.forecast.limited_by,
+        "overlaps": [_figures_of(name, each) for name, each in overlaps.items()],
+        "tokens_per_s": planned.tokens_per_s,
+        "choice": str(planned.choice) if planned.choice is not None else None,
+        "activations": planned.policy.activations.name if planned.policy.activations is not None else None,
+        "device_budget_bytes": planned.policy.device_bytes,
+        "streamed_ratio": planned.policy.streamed_ratio,
+        "placement": _said(planned),
+        "is_checkpointing": planned.activations.is_checkpointing,
+        "pinned_bytes": planned.pinned_bytes,
+        "sources": list(sources),
+        "nvme_written_bytes_a_day": planned.written_bytes_day,
+        "frozen_disk_bytes": planned.plan.frozen_disk_bytes,
+        "fits": not planned.problems,
+        "problems": [problem._asdict() for problem in planned.problems],
+        "advice": [
+            {"change": each.words, "fits": each.fits, "seconds": dict(each.planned.forecast.seconds)} for each in advice
+        ],
+    }
+
+
+def _said(planned: Planned) -> list[str]:
+    """What was chosen for a GPU, and whether blocks are recomputed, and why."""
+    cluster, said = planned.scenario.cluster, [planned.recomputation] if planned.recomputation else []
+    if cluster.gpu_bytes is None:
+        return said
+    card = Card(cluster.gpu_bytes, cluster.gpu_others)
+    return [*say_placement(planned.given, planned.policy, planned.plan, card, planned.activations), *said]
+
+
+def _tier_table(planned: Planned) -> Table:
+    cluster = planned.scenario.cluster
+    shown = table("bytes at rest and passing, per rank", "what", "tier", ">size", "why")
+    for tier, limit in cluster.limits.items():
+        rows = [row for row in planned.lines if row.tier is tier and row.num_bytes]
+        if not rows:
+            continue
+        for row in rows:
+            shown.add_row(row.what, tier.name, format_bytes(row.num_bytes), row.why)
+        total = planned.tier_bytes(tier)
+        per_node = "" if tier is Tier.DEVICE else f"; {format_bytes(total * cluster.ranks_per_node)} per node"
+        given = f", of {format_bytes(limit)} given" if limit is not None else ""
+        if tier is Tier.HOST and planned.pinned_bytes:
+            given += f"; {format_bytes(planned.pinned_bytes)} of a rank's pinned, as its driver must allow"
+        shown.add_row(f"= {tier.name}", tier.name, format_bytes(total), f"per rank{per_node}{given}", style="bold")
+        shown.add_section()
+    return shown
+
+
+def _edge_table(planned: Planned) -> Table:
+    shown = table("bytes per step, per rank", "edge", *(f">{phase}" for phase in PHASES), ">together")
+    for edge, by_phase in planned.forecast.moved_bytes.items():
+        sizes = [format_bytes(by_phase.get(phase, 0)) if by_phase.get(phase) else "" for phase in PHASES]
+        shown.add_row(edge, *sizes, format_bytes(planned.forecast.edge_bytes(edge)))
+    return shown
+
+
+def _phase_table(planned: Planned) -> Table:
+    forecast = planned.forecast
+    shown = table("predicted time", "phase", ">seconds", "bound by", ">busy")
+    for phase in PHASES:
+        lane = forecast.bound_of(phase)
+        busy = forecast.busy_s.get(lane, {}).get(phase, 0.0)
+        shown.add_row(phase, f"{forecast.seconds[phase]:.3f}", _LANES.get(lane, lane), f"{busy:.3f} s")
+    shown.add_row("together", f"{forecast.total_s:.3f}", "", f"{planned.tokens_per_s:.1f} tokens/s", style="bold")
+    return shown
+
+
+def _overlap_table(overlaps: Overlaps) -> Table:
+    columns = ("overlap", ">iteration", "limited by", ">read", ">written", ">more disk", ">more memory")
+    shown = table("what a step runs beside, per rank", *columns)
+    for name, each in overlaps.items():
+        row = _figures_of(name, each)
+        limit_s = each.forecast.limits_s[row["limited_by"]]
+        shown.add_row(
+            name,
+            f"{row['iteration_s']:.3f} s",
+            f"{row['limited_by']}, {limit_s:.3f} s",
+            *(format_bytes(row[f"{what}_bytes"]) for what in ("read", "written", "extra_disk", "extra_host")),
+        )
+    if most := max((each.extra_disk_bytes for each in overlaps.values()), default=0):
+        shown.caption = f"a step under backward that is made again writes up to {format_bytes(most)} more"
+    return shown
+
+
+def _figures_of(name: str, overlapped: Overlapped) -> dict[str, Any]:
+    forecast = overlapped.forecast
+    return {
+        "overlap": name,
+        "iteration_s": forecast.total_s,
+        "limits_s": dict(forecast.limits_s),
+        "limited_by": forecast.limited_by,
+        "read_bytes": forecast.edge_bytes("NVME -> HOST"),
+        "written_bytes": forecast.edge_bytes("HOST -> NVME"),
+        "extra_disk_bytes": overlapped.extra_disk_bytes,
+        "extra_host_bytes": overlapped.extra_host_bytes,
+    }
+
+
+def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console) -> None:
+    for problem in planned.problems:
+        console.print(
+            f"does not fit: {problem.where} has {format_bytes(problem.limit_bytes)} and {format_bytes(problem.needed_bytes)} "
+            "are needed",
+            style="bold",
+        )
+    if not planned.problems:
+        has_limit = any(limit is not None for limit in planned.scenario.cluster.limits.values())
+        console.print("it fits" if has_limit else "no limit was given: --gpu-memory, --host-memory, --nvme-size")
+    hint = tiling_hint(planned)
+    if advice or hint:
+        console.print("what to change:" if planned.problems else "what would be faster:")
+    for number, each in enumerate(advice, start=1):
+        says = "fits" if each.fits else f"still too large ({', '.join(p.where for p in each.planned.problems)})"
+        total = each.planned.forecast.total_s
+        console.print(
+            f"  {number}. {each.words}: {says}, {total:.3f} s a step, {each.planned.tokens_per_s:.1f} tokens/s"
+        )
+    if hint:
+        console.print(f"  also: {hint}")
+
+
+# ---- advice ----------------------------------------------------------------------------------------------------------
+#
+# Every candidate is one change of the config or of the command. It is planned and forecast like the scenario itself, which
+# gives its bytes and seconds. Candidates that fit come first, the fastest of them first. If no candidate fits alone, candidates
+# are combined until one combination fits.
+
+_LEAST_GAIN = 1.03  # of a change that is only about time
+_NODES = 2
+
+
+class Candidate(NamedTuple):
+    """One change: how to make it, in words and on a scenario."""
+
+    words: str
+    change: Callable[[Scenario], Scenario]
+
+
+class Advice(NamedTuple):
+    """A change that was planned."""
+
+    words: str
+    planned: Planned
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is too small any more."""
+        return not self.planned.problems
+
+
+def advise(planned: Planned, most: int = 5) -> list[Advice]:
+    """What to change, the best first; empty when it fits and nothing is faster."""
+    tried = [advice for each in _candidates(planned) if (advice := _try(each, planned.scenario))]
+    if not planned.problems:
+        enough = _LEAST_GAIN * planned.tokens_per_s or math.inf
+        faster = [each for each in tried if each.fits and each.planned.tokens_per_s >= enough]
+        return sorted(faster, key=lambda each: -each.planned.tokens_per_s)[:most]
+    fitting = sorted((each for each in tried if each.fits), key=lambda each: -each.planned.tokens_per_s)
+    if fitting:
+        return fitting[:most]
+    together = _together(planned)
+    nearer = sorted(tried, key=lambda each: _excess(each.planned))
+    return [*([together] if together else []), *(each for each in nearer if _excess(each.planned) < _excess(planned))][
+        :most
+    ]
+
+
+def _try(candidate: Candidate, scenario: Scenario) -> Advice | None:
+    try:
+        planned = plan_scenario(candidate.change(scenario), chooses=False)
+        planned.play()
+    except ValueError:
+        return None  # refused where it would be refused for real: no advice
+    return Advice(candidate.words, planned)
+
+
+def _excess(planned: Planned) -> float:
+    """By what factor the tightest tier is too small; 1 when all fit."""
+    return max((problem.needed_bytes / problem.limit_bytes for problem in planned.problems), default=1.0)
+
+
+def _together(planned: Planned) -> Advice | None:
+    """Candidates one after another, each kept when it brings the plan nearer, until it fits."""
+    words: list[str] = []
+    best = planned
+    for candidate in _candidates(planned):
+        advice = _try(candidate, best.scenario)
+        if advice is None or _excess(advice.planned) >= _excess(best):
+            continue
+        words.append(candidate.words)
+        best = advice.planned
+        if not best.problems:
+            return Advice(", and ".join(words), best)
+    return None
+
+
+def _candidates(planned: Planned) -> Iterator[Candidate]:
+    """Every change that says something for this scenario, what costs least first."""
+    scenario, policy = planned.scenario, planned.policy
+    own = scenario.config.get("tiermem", {})
+    if "host_bytes" in own:
+        yield _key("leave tiermem.host_bytes to the plan", None, "tiermem", "host_bytes")
+    if policy.tile_numel is not None:
+        yield _key("leave sub_group_size to the plan (smaller tiles)", None, "zero_optimization", "sub_group_size")
+    for section, home in (("offload_optimizer", policy.optim), ("offload_param", policy.params)):
+        may_move = policy.stage == 3 or (policy.stage and section == "offload_optimizer")
+        for device in ("cpu", "nvme", "none") if may_move else ():
+            if Tier(device) is not home:
+                yield Candidate(f'{section} to "{device}"', functools.partial(_offload, section=section, device=device))
+    if policy.stage in (1, 2):
+        yield _key("stage 3, which partitions parameters too", 3, "zero_optimization", "stage")
+    if "precision" not in own:
+        for preset in ("compact", "tiny"):
+            yield _key(f'tiermem.precision "{preset}" (smaller states)', preset, "tiermem", "precision")
+    if planned.plan.frozen_disk_bytes:
+        words = 'tiermem.durability "none" (one slot on NVMe; a checkpoint is a copy)'
+        yield _key(words, "none", "tiermem", "durability")
+    if not scenario.is_checkpointing:
+        yield Candidate("activation checkpointing (--checkpointing)", lambda s: s.recomputing)
+    micro, accumulation = planned.batch.micro, planned.batch.accumulation
+    if micro > 1:
+        yield Candidate(
+            f"half the micro-batch ({micro // 2}), twice the accumulation",
+            lambda s: _half_batch(s, micro // 2, 2 * accumulation),
+        )
+    if policy.uses_nvme:
+        yield Candidate("twice the NVMe paths", _twice_the_disks)
+    yield Candidate(f"{_NODES} times the nodes", _more_nodes)
+
+
+def tiling_hint(planned: Planned) -> str | None:
+    """A sentence on the largest unit when its buffers are most of a tier that is too small; no plan is made of it."""
+    units = [unit for unit in planned.plan.division.units if not unit.is_resident]
+    largest = max(units, key=lambda unit: unit.full_bytes, default=None)
+    if largest is None:
+        return None
+    names = {problem.where for problem in planned.problems}
+    for tier in (Tier.DEVICE, Tier.HOST):
+        passing = [
+            row for row in planned.lines if row.tier is tier and "unit" in row.what and "resident" not in row.what
+        ]
+        num_bytes = sum(row.num_bytes for row in passing)
+        if PLACES[tier] in names and num_bytes > planned.tier_bytes(tier) / 3:
+            return (
+                f"units take {format_bytes(num_bytes)} of a rank's {tier.name}; the largest is {largest.name!r} with "
+                f"{format_bytes(largest.full_bytes)}: replace its Linear by tiermem.zero.TiledLinear, whose tiles are units "
+                "of their own"
+            )
+    return None
+
+
+def _key(words: str, value: Any, *path: str) -> Candidate:
+    """A change of one key of the config; None takes it out."""
+    return Candidate(words, lambda scenario: _with(scenario, value, *path))
+
+
+def _with(scenario: Scenario, value: Any, *path: str) -> Scenario:
+    return dataclasses.replace(scenario, config=with_key(scenario.config, path, value))
+
+
+def _offload(scenario: Scenario, section: str, device: str) -> Scenario:
+    zero = scenario.config.get("zero_optimization", {})
+    values = {**(zero.get(section) or {}), "device": device}
+    if device == "nvme":
+        other = zero.get("offload_optimizer" if section == "offload_param" else "offload_param") or {}
+        values.setdefault("nvme_path", other.get("nvme_path", "/mnt/nvme0"))
+    return _with(scenario, values, "zero_optimization", section)
+
+
+def _half_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
+    changed = _with(scenario, micro, "train_micro_batch_size_per_gpu")
+    return _with(_with(changed, None, "train_batch_size"), accumulation, "gradient_accumulation_steps")
+
+
+def _twice_the_disks(scenario: Scenario) -> Scenario:
+    rates, cluster = scenario.rates, scenario.cluster
+    doubled = dataclasses.replace(
+        rates, disk_read_bytes_s=2 * rates.disk_read_bytes_s, disk_write_bytes_s=2 * rates.disk_write_bytes_s
+    )
+    cluster = dataclasses.replace(cluster, nvme_bytes=cluster.nvme_bytes and 2 * cluster.nvme_bytes)
+    return dataclasses.replace(scenario, rates=doubled, cluster=cluster)
+
+
+def _more_nodes(scenario: Scenario) -> Scenario:
+    cluster = dataclasses.replace(scenario.cluster, num_nodes=_NODES * scenario.cluster.num_nodes)
+    config = dict(scenario.config)
+    if "train_batch_size" in config and "train_micro_batch_size_per_gpu" not in config:
+        config["train_batch_size"] = _NODES * int(config["train_batch_size"])
+    return dataclasses.replace(scenario, cluster=cluster, config=config)

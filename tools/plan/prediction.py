@@ -1,0 +1,549 @@
+"""Prediction: predicts the seconds and bytes of a training from measurements of a few blocks of its own model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import statistics
+import time
+import timeit
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+import tiermem
+from tiermem.config import load_config, resolve_auto
+from tiermem.engine import Engine
+from tiermem.forecast import Forecast, Rates, forecast_shards
+from tiermem.forecast.rates import Compute
+from tiermem.policy import OffloadPolicy, Precision, Tier
+from tiermem.precision import DTYPES
+from tiermem.swap.base.native import Workers
+from tiermem.swap.disk.queue import Event
+from tiermem.swap.memory.accelerator import find_device, is_accelerator
+from tiermem.swap.store.checksum import crc32c
+from tiermem.tools.job.launcher import Job, compute_of
+from tiermem.tools.job.train_job import Config, precision_of, with_key
+from tiermem.tools.measure.gpu_link import measure_beside_copies, measure_link, measure_memory, step_passes
+from tiermem.tools.measure.machine import available_bytes, cache_bytes
+from tiermem.tools.measure.small_training import PHASES, clock_of, timed
+from tiermem.tools.plan.planned import (
+    Activations,
+    Cluster,
+    Scenario,
+    has_chunked_loss,
+    hf_config,
+    meta_model,
+    plan_scenario,
+    transformers,
+)
+from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
+from tiermem.tools.record.run_record import Figures, Span, covered, within
+from tiermem.tools.words import format_bytes
+from tiermem.units.compute import FAR_SLOWER, ComputeChoice, choose_compute
+from tiermem.weights.step_run import overlap_of
+
+# ---- the trained model -----------------------------------------------------------------------------------------------
+#
+#     seed -> zero.Init -> AutoModelForCausalLM of a shape -> activation checkpointing, if the job says so
+#
+
+
+def build_model(shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens: int, **placed: Any) -> nn.Module:
+    """A model of a shape with weights from a seed, built under `zero.Init(**placed)`: each module goes to its home at once.
+
+    num_tokens: of one forward; the loss of many is computed in chunks.
+    """
+    torch.manual_seed(seed)
+    with tiermem.zero.Init(**placed):
+        model = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
+    return _made_ready(model, shape, is_checkpointing, num_tokens)
+
+
+def build_plain(shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens: int, dtype: torch.dtype) -> nn.Module:
+    """The model of `build_model` in memory as plain PyTorch has it, on the CPU, in one dtype."""
+    torch.manual_seed(seed)
+    model = transformers().AutoModelForCausalLM.from_config(hf_config(shape)).to(dtype)
+    return _made_ready(model, shape, is_checkpointing, num_tokens)
+
+
+def _made_ready(model: Any, shape: ModelShape, is_checkpointing: bool, num_tokens: int) -> nn.Module:
+    _set_training(model, is_checkpointing)
+    if has_chunked_loss(ModelSizes.of(shape), num_tokens):
+        chunk_loss(model)
+    return cast("nn.Module", model)
+
+
+def chunk_loss(model: Any) -> None:
+    """Makes a Llama compute its loss in chunks: the head passes hidden states on, the loss multiplies them by its weight."""
+    head = model.get_output_embeddings()
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]  # tokens before n predict n
+        return tiermem.chunked_cross_entropy(logits, head.weight, targets, head.bias)
+
+    head.forward = _unchanged
+    model.loss_function = loss_of
+
+
+def _unchanged(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def _set_training(model: Any, is_checkpointing: bool) -> None:
+    """Training mode, with activation checkpointing by the name that the model's version of transformers has for it."""
+    model.train()
+    if is_checkpointing:
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+
+
+# ---- on a GPU: two small copies of the model in plain PyTorch --------------------------------------------------------
+#
+#     time of a block      = (copy of 3 blocks - copy of 1 block) / 2        at the real width, sequence and batch
+#     time of the rest     = copy of 1 block - a block                       embedding, head and loss
+#
+# The copies' weights are noise; gradients are dropped as they appear. The CPU's way below uses the library's recorder; on
+# a GPU the recorder has the times of submission, not of execution.
+
+_FEW, _MORE = 1, 3
+_NUM_TIMED_COPIES = 3
+
+
+def time_plain_copies(shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool) -> Compute:
+    """Seconds of a micro-batch's maths, per parameter of a block and of the rest. Blocks.
+
+    Raises ValueError for a model whose number of layers cannot be changed.
+    """
+    few = _time_copy(with_layers(shape, _FEW), precision, batch, seq, is_checkpointing)
+    more = _time_copy(with_layers(shape, _MORE), precision, batch, seq, is_checkpointing)
+    forward_s = max(1e-12, (more[1] - few[1]) / (_MORE - _FEW))
+    backward_s = max(1e-12, (more[2] - few[2]) / (_MORE - _FEW))
+    block_numel = max(1, (more[0] - few[0]) // (_MORE - _FEW))
+    rest = max(0.0, few[1] - forward_s), max(0.0, few[2] - backward_s)
+    return Compute(forward_s / block_numel, backward_s / block_numel, *rest)
+
+
+def _time_copy(
+    shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool
+) -> tuple[int, float, float]:
+    """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward) of a copy."""
+    device = find_device()
+    model: Any = meta_model(shape, precision).to_empty(device=device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.normal_(std=0.02)
+    _set_training(model, is_checkpointing)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(_drop)
+    tokens = _tokens(shape, batch, seq).to(device)
+    forward = functools.partial(_loss_of, model, tokens)
+    seconds = [timed(clock_of(device), forward)[1] for _ in range(_NUM_TIMED_COPIES + 1)]
+    numel = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    del model, forward
+    gc.collect()
+    forward_s, backward_s = (statistics.median(each[phase] for each in seconds[1:]) for phase in PHASES[:2])
+    return numel, forward_s, backward_s
+
+
+def _tokens(shape: ModelShape, batch: int, seq: int) -> torch.Tensor:
+    return torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
+
+
+def _loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def _drop(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+# ---- on a CPU: a few blocks of the model, trained for a moment by the library ----------------------------------------
+#
+# The copy has the real width, sequence, batch, embedding, head and loss, but few blocks. It is built and sharded like the run:
+# its blocks are read from the disk into two buffers, and its gradients move to their home. So the same causes slow its maths:
+# weights that are not in a cache, new gradients, transfers of the disk, hooks. It makes no step and no checksum. Each figure
+# comes from the recorder's spans, without waits for the disk (the forecast simulates those itself):
+#
+#     |-wait-|--block 0--|use|--block 1--|use| ... |rest|            forward
+#     |rest|--block n--|reduce|use|--block n-1--|reduce|use| ...     backward
+#
+#     a block      the time of its spans                       the rest    the rest of a pass: embedding, head, loss
+#     a use        the gaps between blocks' spans              gradients   bytes of a reduce span, from autograd's to home's
+#     kernels      an AdamW step of some Mi bf16 parameters with fp32 states, in bytes of memory traffic a second
+#     sums         checksums of some MiB, in bytes a second
+#
+# Its memory is that of the run with few blocks. On a machine that does other things the figures are of what is left of
+# it.
+
+_LAYERS, _FEWEST_LAYERS = 6, 3  # more than a processor's cache holds the activations of, as in the run
+_MANY_BLOCK_NUMEL = 1 << 26  # of blocks as large as this, few do
+_USUAL_ROOM_BYTES = 64 << 20  # of weights on their way home while the copy is built
+_NUM_WARM_UP, _NUM_TIMED = 1, 4
+_KERNEL_BYTES = 28  # of memory traffic per parameter: 12 of states both ways, weight and gradient
+_KERNEL_ROOM_BYTES = 16  # of memory per parameter that is stepped to measure
+_KERNEL_NUMEL, _LEAST_KERNEL_NUMEL = 1 << 24, 1 << 20
+_SUMMED_BYTES = 32 << 20
+_GPU_USE_S = 150e-6
+
+
+Phase = tuple[int, int]
+"""When a forward or a backward began and ended, in nanoseconds."""
+
+
+class Maths(NamedTuple):
+    """What a rank takes for a model's maths; see `forecast.rates.Rates` for the last two."""
+
+    compute: Compute
+    use_s: float
+    gradient_bytes_s: float | None
+
+    def shared_by(self, num_ranks: int) -> Maths:
+        """What it takes each of so many ranks that share the processor on which it was measured."""
+        gradients = None if self.gradient_bytes_s is None else self.gradient_bytes_s / num_ranks
+        return Maths(self.compute.shared_by(num_ranks), self.use_s, gradients)
+
+
+def measure_maths(
+    shape: ModelShape,
+    precision: str,
+    batch: int,
+    seq: int,
+    is_checkpointing: bool = False,
+    folders: Sequence[Path] = (),
+    compute: str | None = None,
+) -> Maths:
+    """Times a small copy of a model; with `folders` its parameters and gradients rest there, else in memory. Blocks.
+
+    compute: the precision of products, where it is not that of weights. Raises ValueError for a model whose number of layers
+    cannot be changed, OSError when a folder is missing or too full.
+    """
+    if is_accelerator(find_device()):
+        return Maths(time_plain_copies(shape, precision, batch, seq, is_checkpointing), _GPU_USE_S, None)
+    policy = _policy(precision, folders, compute or precision)
+    few = with_layers(shape, _num_layers(shape))
+    model = build_model(few, 0, is_checkpointing, batch * seq, policy=policy, dtype=DTYPES[precision])
+    tokens = _tokens(shape, batch, seq)
+    passes: list[tuple[Phase, Phase]] = []
+    with tiermem.shard(model, policy) as shards:
+        for _ in range(_NUM_WARM_UP + _NUM_TIMED):
+            start = time.monotonic_ns()
+            loss = _loss_of(model, tokens)
+            middle = time.monotonic_ns()
+            loss.backward()
+            passes.append(((start, middle), (middle, time.monotonic_ns())))
+            model.zero_grad()
+        shards.store.settle()
+        events = shards.store.recorder.events
+    return maths_of(events, passes[_NUM_WARM_UP:], *_lists_of_blocks(model))
+
+
+def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool, compute: str | None = None) -> int:
+    """Memory that the copy takes beside its activations and gradients in autograd. Raises ValueError for a shape without
+    sizes."""
+    sizes = ModelSizes.of(shape)
+    rest, wide = DTYPES[precision].itemsize, DTYPES[compute or precision].itemsize
+    buffers = 2 * sizes.unit_numel * (rest + wide)  # two units, and gradients of two
+    layers = _num_layers(shape) * sizes.block_numel + 2 * sizes.vocabulary * sizes.hidden
+    return buffers + (0 if is_on_disk else 2 * layers * rest) + _USUAL_ROOM_BYTES
+
+
+def measure_kernels(room_bytes: int | None = None) -> float:
+    """Bytes of memory traffic a second of an optimizer step on the CPU, all threads of this process. Blocks.
+
+    Takes at most half of the room; None: there is no limit.
+    """
+    step, num_bytes = _small_step(_KERNEL_NUMEL, room_bytes, _KERNEL_ROOM_BYTES)
+    return num_bytes / _median_s(step)
+
+
+def measure_host_memory(room_bytes: int | None = None) -> float | None:
+    """`Rates.host_memory_bytes_s` of this machine; None: it has no accelerator. Takes at most half of the room; blocks.
+
+    What is stepped and what is copied are together nearly twice as large as the processor's cache.
+    """
+    if not is_accelerator(device := find_device()):
+        return None
+    numel = max(_KERNEL_NUMEL, cache_bytes() // _KERNEL_ROOM_BYTES)
+    step, num_bytes = _small_step(numel, room_bytes, 2 * _KERNEL_ROOM_BYTES)
+    return measure_beside_copies(device, step, num_bytes, num_bytes // 4)
+
+
+def _small_step(numel: int, room_bytes: int | None, param_bytes: int) -> tuple[Callable[[], object], int]:
+    """A step of so many parameters, or of those that half of the room holds, and the bytes that it moves."""
+    if room_bytes is not None:
+        numel = max(_LEAST_KERNEL_NUMEL, min(numel, room_bytes // (2 * param_bytes)))
+    param = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+    optim = tiermem.AdamW([param], lr=1e-3)
+    param.grad = torch.full_like(param, 1e-3)
+    return optim.step, numel * _KERNEL_BYTES
+
+
+def measure_sums() -> float:
+    """Bytes a second that are summed for checksums, by all threads of this process. Takes 32 MiB; blocks."""
+    pieces = list(torch.ones(_SUMMED_BYTES, dtype=torch.uint8).split(1 << 20))
+    workers = Workers(torch.get_num_threads())
+    try:
+        return _SUMMED_BYTES / _median_s(lambda: crc32c(pieces, workers))
+    finally:
+        workers.close()
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    """The median seconds of a few calls, the first left out."""
+    return statistics.median(timeit.repeat(work, number=1, repeat=_NUM_WARM_UP + _NUM_TIMED)[_NUM_WARM_UP:])
+
+
+def maths_of(
+    events: Iterable[Event], passes: Sequence[tuple[Phase, Phase]], prefixes: tuple[str, ...], num_numel: int
+) -> Maths:
+    """Reads the figures off the events of some passes.
+
+    Args:
+        passes: when each forward and each backward began and ended, in nanoseconds.
+        prefixes: what the names of units inside lists of blocks begin with.
+        num_numel: elements of the matrices in those blocks, all together.
+    """
+    spans = [Span(*event) for event in events]
+    forward = [_Parts.of(spans, each[0], prefixes) for each in passes]
+    backward = [_Parts.of(spans, each[1], prefixes) for each in passes]
+    use_s = statistics.median(part.use_ns for part in (*forward, *backward)) * 1e-9
+    rates = [part.reduced_bytes / part.reduce_ns * 1e9 for part in backward if part.reduce_ns]
+
+    def block_s(parts: list[_Parts]) -> float:
+        return max(1e-3, statistics.median(part.block_ns for part in parts)) * 1e-9 / max(1, num_numel)
+
+    def rest_s(parts: list[_Parts]) -> float:
+        return max(0.0, statistics.median(part.rest_ns for part in parts) * 1e-9 - use_s * parts[0].num_uses)
+
+    compute = Compute(block_s(forward), block_s(backward), rest_s(forward), rest_s(backward))
+    return Maths(compute, use_s, statistics.median(rates) if rates else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What the time of one forward or backward was spent on."""
+
+    block_ns: float  # inside blocks
+    rest_ns: float  # neither there, nor waiting for the disk, nor with gradients; bookkeeping is in it
+    use_ns: float  # of bookkeeping, for each use of a unit
+    num_uses: int
+    reduce_ns: float  # gradients of blocks on their way home
+    reduced_bytes: int  # of those, read and written
+
+    @staticmethod
+    def of(spans: Sequence[Span], phase: Phase, prefixes: tuple[str, ...]) -> _Parts:
+        inside = [span for span in spans if phase[0] <= span.start_ns < phase[1]]
+        units = [span for span in inside if span.lane == "unit"]
+        blocks = [span for span in units if span.name.partition(" ")[2].startswith(prefixes)]
+        waits = [span for span in inside if span.lane == "wait"]
+        aside = [span for span in inside if span.lane in ("wait", "reduce", "gather")]
+        reduced = [span for span in inside if span.lane == "reduce" and span.name.startswith(prefixes)]
+        if not blocks:
+            raise ValueError("the model runs no list of blocks that could be timed: it is not predicted")
+        window = min(span.start_ns for span in blocks), max(span.end_ns for span in blocks)
+        gaps_ns = (window[1] - window[0]) - covered(within([*units, *aside], *window))
+        return _Parts(
+            block_ns=covered([*blocks, *aside]) - covered(aside),
+            rest_ns=phase[1] - phase[0] - covered(within([*aside, *blocks], *phase)),
+            use_ns=gaps_ns / max(1, len(blocks) - 1),
+            num_uses=len(units),
+            reduce_ns=covered([*reduced, *waits]) - covered(waits),
+            reduced_bytes=2 * sum(span.num_bytes for span in reduced),
+        )
+
+
+def _num_layers(shape: ModelShape) -> int:
+    sizes = ModelSizes.of(shape)
+    return _LAYERS if sizes.block_numel < _MANY_BLOCK_NUMEL else _FEWEST_LAYERS
+
+
+def _policy(precision: str, folders: Sequence[Path], compute: str) -> OffloadPolicy:
+    """Everything streams through two buffers; the states that no step will make take as little room as can be."""
+    home = Tier.NVME if folders else Tier.HOST
+    masters = Precision() if precision == "fp32" else Precision(precision, precision)  # type: ignore[arg-type]
+    return OffloadPolicy(
+        params=home,
+        optim=Tier.HOST,
+        grads=home,
+        precision=masters,
+        compute_dtype="storage" if compute == precision else "fp32",
+        num_moments=0,
+        paths=[str(folder) for folder in folders],
+        unit_buffers=2,
+        tile_buffers=1,
+        tile_numel=1 << 12,
+        persistence_numel=0,
+        durability="none",
+        verify="resume",
+    )
+
+
+def _lists_of_blocks(model: nn.Module) -> tuple[tuple[str, ...], int]:
+    """What the names in lists of blocks begin with, and the elements of the matrices there."""
+    lists = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    params = {param for each in lists.values() for param in each.parameters() if param.dim() > 1}
+    return tuple(lists), sum(param.numel() for param in params)
+
+
+# ---- the dtype of products, and warnings ------------------------------------------------------------------------------
+
+
+def settle_compute(config: Config, shape: Mapping[str, Any]) -> tuple[Config, ComputeChoice]:
+    """The config with the dtype of products chosen here, where it asks for a measurement; and the choice. Blocks for that."""
+    loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
+    policy = loaded.policy()
+    choice = choose_compute(meta_model(shape, loaded.precision), policy, find_device())
+    if policy.compute_dtype == "measured":
+        config = with_key(config, ("tiermem", "compute_dtype"), choice.dtype)
+    return config, choice
+
+
+def warn_of_compute(config: Config, shape: Mapping[str, Any]) -> str | None:
+    """One sentence where products as the config asks for them are far slower here than in fp32, with the way out."""
+    if compute_of(config, precision := precision_of(config)) == "fp32" or is_accelerator(find_device()):
+        return None
+    measured = with_key(config, ("tiermem", "compute_dtype"), "measured")
+    _, choice = settle_compute(measured, shape)
+    if choice.products is None or choice.products.ratio < FAR_SLOWER:
+        return None
+    return (
+        f"{precision} products are {choice.products.ratio:.0f} times slower here than fp32 products, and so is this run: stop "
+        "it with Ctrl-C and give --precision auto, which multiplies the same weights in fp32 (in a config "
+        '"tiermem": {"compute_dtype": "measured"})'
+    )
+
+
+def warn_of_disk(job: Job, measured: Measured | str, predicted_s: float) -> str | None:
+    """One sentence where a step takes far longer than one in host memory that is free here, with the way out.
+
+    predicted_s: of a step of the job. Plans the other run; blocks for that.
+    """
+    if isinstance(measured, str) or not job.nvme_paths:
+        return None
+    config = with_key(job.config, ("tiermem", "host_bytes"), None)
+    for section in ("offload_param", "offload_optimizer"):
+        if section in config["zero_optimization"]:
+            config = with_key(config, ("zero_optimization", section, "device"), "cpu")
+    cluster = Cluster(1, 1, _NO_LIMIT_BYTES if is_accelerator(find_device()) else None)
+    compute, rates = measured
+    scenario = Scenario(job.shape, config, cluster, rates, compute, job.seq, bool(job.is_checkpointing))
+    try:
+        planned = plan_scenario(scenario, chooses=False)
+        needed_bytes, other_s = planned.tier_bytes(Tier.HOST), planned.forecast.total_s
+    except ValueError:
+        return None  # what this config asks for needs the disk
+    if predicted_s < _ABSURD * other_s or needed_bytes > available_bytes():
+        return None
+    return (
+        f"a step from {', '.join(job.nvme_paths)} is predicted to take {predicted_s:.3g} s, {predicted_s / other_s:.0f} times "
+        f"as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes {format_bytes(needed_bytes)} "
+        f"of memory, of which {format_bytes(available_bytes())} are free), or name a faster disk with --nvme"
+    )
+
+
+# ---- predicting ------------------------------------------------------------------------------------------------------
+#
+#     maths     a small copy of the model, trained for a moment in the trainer's own process before the model is built
+#               (prediction.py), where the cap leaves room for it
+#     disk      the rates measured at the start, summed over the file systems that the paths lie on (files.py)
+#     bytes     the plan and the forecast: nothing is measured
+#     memory    resident after the imports (measured) + the store (planned) + activations (planned.py's arithmetic); of an
+#               accelerator: what the plan keeps there, units present at once, activations
+#
+# The trainer sends it as JSON. If a prediction is not possible, `not_made` says why.
+
+_ABSURD = 20.0  # times as long: a step that is warned of
+_NO_LIMIT_BYTES = 1 << 60
+_NO_DISK = 1e12  # bytes a second: nothing is read or written
+
+
+class Measured(NamedTuple):
+    """What this machine takes for the model's maths, and its rates."""
+
+    compute: Compute
+    rates: Rates
+
+    @property
+    def recomputing(self) -> Measured:
+        """The same with blocks computed again in backward."""
+        return self._replace(compute=self.compute.recomputing())
+
+
+def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured | str:
+    """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it cannot. Blocks.
+
+    `disk` holds the measured rates of the paths' disks in bytes per second; None: nothing rests there.
+    """
+    folders = [Path(path) for path in job.nvme_paths]
+    if folders and disk is None:
+        return "the disk was not measured"
+    try:
+        copy = copy_bytes(job.shape, job.precision, bool(folders), job.compute)
+        if room_bytes is not None and copy > room_bytes:
+            return f"a small copy of the model takes {copy} bytes and the cap leaves {room_bytes}"
+        maths = measure_maths(
+            job.shape, job.precision, job.batch, job.seq, bool(job.is_checkpointing), folders, job.compute
+        )
+        rates = Rates(
+            disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
+            disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
+            link_bytes_s=measure_link(find_device()) or Rates.link_bytes_s,
+            kernel_bytes_s=measure_kernels(room_bytes),
+            host_memory_bytes_s=measure_host_memory(room_bytes) or Rates.host_memory_bytes_s,
+            device_memory_bytes_s=measure_memory(find_device()) or Rates.device_memory_bytes_s,
+            step_passes=step_passes(find_device(), resolve_auto(load_config(job.config), 1).policy().precision),
+            gradient_bytes_s=maths.gradient_bytes_s,
+            sum_bytes_s=measure_sums(),
+            use_s=maths.use_s,
+        )
+    except ValueError as error:
+        return str(error)
+    except torch.OutOfMemoryError:
+        return "what is measured, such as a small copy of the model, does not fit the accelerator's memory"
+    return Measured(maths.compute, rates)
+
+
+def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | None, resident_bytes: int) -> Figures:
+    """The figures of a step and of memory, as JSON takes them; `disk` holds rates in bytes per second."""
+    if isinstance(measured, str):
+        return {"not_made": measured}
+    compute, rates = measured
+    is_gpu, plan = is_accelerator(engine.shards.device), engine.shards.plan
+    of_job, num_micro = Activations.of(job, is_gpu), engine.gradient_accumulation_steps()
+    forecast = forecast_shards(engine.shards, compute, rates, num_micro, of_job.input_bytes)
+    activations = sum(row.num_bytes for row in of_job.rows(engine.shards.policy.activations))
+    # whether steps write beside what a checkpoint holds; it takes its room with the first step after one
+    freezes = job.save_every is not None or engine.shards.policy.durability == "step"
+    disk_bytes = plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes)
+    on_device = plan.device_bytes + activations
+    late: Figures | None = None
+    if overlap_of(engine.shards.policy, plan, is_gpu) == "backward":
+        later = forecast_shards(engine.shards, compute, rates, num_micro, of_job.input_bytes, is_early=False)
+        late = {**_figures_of(later), "disk_bytes": disk_bytes - plan.attempt_disk_bytes}
+    return {
+        **_figures_of(forecast),
+        "late": late,  # where most steps are not begun under backward: what they are then
+        "resident_bytes": resident_bytes,
+        "host_bytes": plan.host_bytes,
+        "activation_bytes": activations,
+        "disk_bytes": disk_bytes,
+        "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
+        "device_bytes": on_device if is_gpu else None,
+        "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
+    }
+
+
+def _figures_of(forecast: Forecast) -> Figures:
+    return {
+        **{f"{phase}_s": seconds for phase, seconds in forecast.seconds.items()},
+        "nvme_read_bytes": forecast.edge_bytes("NVME -> HOST"),
+        "nvme_written_bytes": forecast.edge_bytes("HOST -> NVME"),
+        "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
+        "limits_s": dict(forecast.limits_s),
+        "limited_by": forecast.limited_by,
+    }

@@ -1,0 +1,8 @@
+"""Training: from options to pictures.
+
+Files in order: each imports only files before it.
+
+    training  the training loop, in the capped process
+    trainer   the program of that process
+    train     `tiermem train`: the launcher's side
+"""

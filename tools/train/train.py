@@ -1,0 +1,291 @@
+"""`tiermem train`, from options to pictures.
+
+    options -> Job -> launcher (cap) -> trainer process -> RunRecord -> run.json, table, --json, trace.json, PNGs
+
+Every mistake that can be found without starting a process raises ValueError or OSError before a folder is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.util
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.run_folder import remove_dead_runs
+from tiermem.tools.job.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Observer, launch
+from tiermem.tools.job.train_job import LIST_OF_STEPS, Resumed, find_resumed, make_job, num_ranks, with_saved
+from tiermem.tools.measure.machine import lines_of_run
+from tiermem.tools.memory_limit import open_limit
+from tiermem.tools.options import TrainOptions
+from tiermem.tools.plan.seen import keep_record
+from tiermem.tools.presets import ModelSizes
+from tiermem.tools.record.reports import (
+    Progress,
+    TensorBoardLog,
+    predicted_table,
+    result_lines,
+    result_table,
+    table,
+)
+from tiermem.tools.record.run_record import read_spans, stamp, write_trace
+from tiermem.tools.words import Mistake, save_json
+
+EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
+
+
+class Beside(Protocol):
+    """Other trainings of the same job, which an instrument runs after ours."""
+
+    def prepare(self, job: Job) -> None:
+        """Before anything is started. Raises ValueError and OSError for a job that they cannot be given."""
+
+    def run(self, job: Job, folder: Path, ours: dict[str, Any]) -> dict[str, Any]:
+        """Runs them. Returns what the JSON has of them beside the record of ours."""
+
+
+def train(options: TrainOptions, console: Console, beside: Beside | None = None) -> int:
+    """Runs the training, reports, and returns the exit status.
+
+    0 finished · 1 failed · 3 our counts and the kernel's differ · 130 stopped by Ctrl-C · 137 killed at the cap.
+
+    Raises:
+        ValueError, OSError: options that cannot be met.
+    """
+    if options.resume == Path(LIST_OF_STEPS):
+        return list_steps(options.runs, console)
+    if options.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+        said = "--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard"
+        raise Mistake(said, {"--tensorboard": ""})
+    resumed = find_resumed(options.resume) if options.resume is not None else None
+    if resumed is not None:
+        options = with_saved(options, resumed)
+    name = _run_name(options, resumed)
+    run_id = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
+    folder = options.runs / run_id
+    if num_ranks() > 1 and os.environ.get("RANK", "0") != "0":
+        return _follow(options, name, resumed)
+    job = make_job(options, name, folder, resumed)
+    _check_memory(job, console)
+    if beside is not None:
+        beside.prepare(job)
+    folder.mkdir(parents=True)
+    console.print(f"run {folder}")
+    console.print(job.source, soft_wrap=True)
+    if resumed is not None:
+        console.print(f"going on from step {resumed.step} of {resumed.place}")
+    run = run_one(job, _trainer(folder), f"tiermem {name}", folder, options, console)
+    _report(run, folder, options, console)
+    if options.tuned is not None and keep_record(options.tuned, run):
+        console.print(
+            f"{options.tuned} keeps what this run has seen of its disks: tiermem plan --rates {options.tuned}"
+        )
+    job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as ours has chosen
+    others = {} if beside is None else beside.run(job, folder, run)
+    if options.json_file is not None:
+        save_json(options.json_file, {**run, **others})
+    return _status(run, console)
+
+
+def _trainer(folder: Path) -> list[str]:
+    """The command of a trainer whose job lies in a folder."""
+    return [sys.executable, "-m", "tiermem.tools.train.trainer", str(folder / "job.json"), "--channel", CHANNEL_FD]
+
+
+def _follow(options: TrainOptions, name: str, resumed: Resumed | None) -> int:
+    """The launcher of a rank that is not the first: its trainer takes rank 0's job, and rank 0 reports. Returns the status."""
+    quiet = Console(quiet=True)
+    with tempfile.TemporaryDirectory(prefix="tiermem-train-") as place:
+        options = dataclasses.replace(options, runs=Path(place), tensorboard=None)
+        folder = Path(place) / "rank"
+        folder.mkdir()
+        job = dataclasses.replace(make_job(options, name, folder, resumed), events_file=None)
+        try:
+            _check_memory(job, quiet)
+            run = run_one(job, _trainer(folder), f"tiermem {name}", folder, options, quiet)
+        except ValueError as error:  # rank 0 may say the same, with the command to write instead
+            raise ValueError(f"rank {os.environ['RANK']}: {error}") from error
+        return _status(run, quiet)
+
+
+def list_steps(runs: Path, console: Console) -> int:
+    """Prints the newest durable step of every run in `runs`, and of every folder of checkpoints here; returns 0."""
+    found: dict[Path, Resumed] = {}
+    for folder in sorted({*runs.glob("*/"), *Path().glob("*/")}, key=lambda each: each.stat().st_mtime, reverse=True):
+        with contextlib.suppress(ValueError, OSError):  # nothing to go on from
+            each = find_resumed(folder)
+            found.setdefault(each.place.resolve(), each._replace(place=folder))
+    if not found:
+        console.print(
+            f"nothing to resume in {runs.absolute()} or here: a run keeps its steps with --save-every or --save"
+        )
+        return 0
+    shown = table("what can be resumed, the newest first", ">step", "run", "saved", "command")
+    for place, each in found.items():
+        when = datetime.datetime.fromtimestamp(place.stat().st_mtime)
+        shown.add_row(str(each.step), each.name, f"{when:%Y-%m-%d %H:%M}", f"tiermem train --resume {each.place}")
+    console.print(shown)
+    return 0
+
+
+_TRAINER_BYTES = 300 << 20  # resident in every trainer: torch and transformers, imported
+
+
+def _check_memory(job: Job, console: Console) -> None:
+    """Raises Mistake, with the smallest cap that works, for a cap below a bound that needs no import.
+
+    A cap between this bound and that is refused by the trainer when it has imported torch, before it measures.
+    """
+    least = _TRAINER_BYTES
+    with contextlib.suppress(ValueError):  # a model of a family that the arithmetic does not know
+        least += ModelSizes.of(job.shape).unit_numel * (4 if job.precision == "fp32" else 2)
+    if job.memory_limit_bytes is None or job.memory_limit_bytes >= least:
+        return
+    with console.status("looking for the smallest --memory that works"):
+        from tiermem.swap.memory.accelerator import find_device, is_accelerator  # torch: the launcher does without
+        from tiermem.tools.plan.card import settle_by_cap
+        from tiermem.tools.plan.planned import INTERPRETER, check_cap
+        from tiermem.tools.plan.prediction import settle_compute
+
+        settled = dataclasses.replace(job, config=settle_compute(job.config, job.shape)[0])
+        asked = INTERPRETER.num_bytes, is_accelerator(find_device())
+        check_cap(settle_by_cap(settled, *asked), *asked)
+
+
+class _Log(Observer):
+    """Writes a child's output to a file, which is made with the first line, and to a console where there is one."""
+
+    def __init__(self, file: Path, console: Console | None) -> None:
+        self._file = file
+        self._stream: TextIO | None = None
+        self._console = console
+
+    def on_output(self, line: str) -> None:
+        if self._stream is None:
+            self._stream = open(durable.create_anew(self._file), "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        print(line, file=self._stream, flush=True)
+        if self._console is not None:
+            self._console.print(line)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+def run_one(
+    job: Job,
+    command: Sequence[str],
+    title: str,
+    folder: Path,
+    options: TrainOptions,
+    console: Console,
+    patience_s: float | None = None,
+) -> dict[str, Any]:
+    """One capped process from job to run.json; returns the run as saved, without what only pictures need."""
+    job.save(folder / "job.json")
+    is_verbose = options.is_verbose or options.is_debug
+    with open_limit(job.memory_limit_bytes) as limit:
+        if is_verbose or limit.kind == "watch":
+            console.print(f"memory limit: {limit.why}")
+        with (
+            Progress(console, title, job.steps, limit.limit_bytes, limit.kind, is_verbose) as record,
+            contextlib.closing(_Log(folder / "output.log", console if options.is_debug else None)) as log,
+            contextlib.ExitStack() as closing,
+        ):
+            observers: list[Observer] = [record, log]
+            if options.tensorboard is not None:
+                board = TensorBoardLog(options.tensorboard / folder.relative_to(options.runs))
+                observers.append(closing.enter_context(contextlib.closing(board)))
+            record.outcome = launch(command, limit, observers, CHILD_ENVIRONMENT, patience_s)
+    for path in job.nvme_paths:  # a trainer that was killed left a folder there; one that closed left nothing
+        for name in remove_dead_runs(Path(path), record.outcome.pid):
+            console.print(f"removed {name}, which the killed trainer left in {path}")
+    if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
+        for file in ("job.json", "output.log"):  # the run never began: nothing else is in its folder
+            (folder / file).unlink(missing_ok=True)
+        folder.rmdir()
+        message = record.error["trace"] if options.is_debug else record.error["message"]
+        instead = record.error.get("instead")
+        raise Mistake(message, instead) if instead else ValueError(message)
+    run = {"name": title, **stamp(), **record.summary(), "data": job.source}
+    save_json(folder / "run.json", {**run, "pictures": record.pictures()})
+    return run
+
+
+def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: Console) -> None:
+    is_verbose = options.is_verbose or options.is_debug
+    if is_verbose:
+        _print_tables(run, console)
+    else:
+        for line in result_lines(run):
+            console.print(line, soft_wrap=True)
+    for line in lines_of_run(run, options.tbw_bytes):
+        console.print(line, soft_wrap=True)
+    spans = read_spans(folder / "events.jsonl")
+    if spans:
+        write_trace(folder / "trace.json", spans)
+    draw = [sys.executable, "-m", "tiermem.tools.record.plots", str(folder)]
+    drawn = subprocess.run(draw, capture_output=True, text=True, check=False)
+    if drawn.returncode:
+        lines = drawn.stderr.strip().splitlines() or ["unknown reason"]
+        console.print(f"no pictures: {lines[-1]}")
+        if options.is_debug:
+            console.print(drawn.stderr)
+    files = [line for line in drawn.stdout.splitlines() if line]
+    if spans:
+        files.append(f"{folder / 'trace.json'} (opens in ui.perfetto.dev)")
+    if not is_verbose:
+        console.print(
+            f"{folder}: figures, {len(files)} pictures and traces; --verbose prints the tables", soft_wrap=True
+        )
+        return
+    for file in files:
+        console.print(f"  {file}")
+
+
+def _print_tables(run: dict[str, Any], console: Console) -> None:
+    console.print(result_table(run))
+    predicted = predicted_table(run)
+    if predicted is not None:
+        console.print(predicted)
+    elif run.get("predicted"):
+        why = run["predicted"].get("not_made", "the run ended before its first step did")
+        console.print(f"no prediction to compare: {why}")
+
+
+def _status(run: dict[str, Any], console: Console) -> int:
+    """The exit status of our own run, with the reason when it is not 0."""
+    reasons: list[str] = []
+    if run["is_killed_at_cap"]:
+        reasons, status = [run["outcome"]], EXIT_KILLED
+    elif run["error"]:
+        reasons, status = [f"{run['error']['type']}: {run['error']['message']}"], EXIT_FAILED
+    elif run["exit_code"]:
+        reasons, status = [run["outcome"]], EXIT_FAILED
+    elif run["disagreements"]:
+        reasons, status = run["disagreements"], EXIT_COUNTS
+    else:
+        status = EXIT_INTERRUPTED if run["is_interrupted"] else 0
+    for reason in reasons:
+        print(f"tiermem train: {reason}", file=sys.stderr)
+    return status
+
+
+def _run_name(options: TrainOptions, resumed: Resumed | None) -> str:
+    if resumed is not None and (options.preset or options.config or options.model) is None:
+        return resumed.name
+    model = options.preset or (options.config or options.model or Path("model")).resolve().stem
+    layers = f"-{options.layers}layers" if options.layers is not None else ""
+    states = f"-{options.states}" if options.states is not None else ""
+    return f"{model}{layers}{states}-{options.offload or ('config' if options.deepspeed_config else 'nvme')}"

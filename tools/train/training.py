@@ -1,0 +1,521 @@
+"""Training: the training loop of the capped process, and the counts and sentences that it sends to the launcher.
+
+    imports -> budget -> disk's ceiling -> build under zero.Init -> initialize -> steps -> close -> counts -> events
+
+It sends phases and the figures of each step to the launcher over the channel. It writes no file until the counts are closed;
+then it writes its events to the file that the job names, one on each line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tiermem
+import tiermem.run.init
+from tiermem.engine import Engine
+from tiermem.swap.disk import durable
+from tiermem.swap.disk.queue import Meter
+from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
+from tiermem.swap.store.store import TensorStore
+from tiermem.tools.corpus import Corpus
+from tiermem.tools.job.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
+from tiermem.tools.job.train_job import CLIENT_KEY, Config, with_host_bytes
+from tiermem.tools.measure.files import measure_disks, why_unmeasured
+from tiermem.tools.measure.small_training import PHASES
+from tiermem.tools.measure.sustained import measure_sustained_disks
+from tiermem.tools.plan.card import NO_OTHER_WAY, Card, Chosen, Room, choose_config, recomputes, settle_by_cap
+from tiermem.tools.plan.planned import Activations, Budget, budget_of, check_cap, meta_model, state_bytes, transformers
+from tiermem.tools.plan.prediction import (
+    Measured,
+    build_model,
+    measure,
+    predict,
+    settle_compute,
+    warn_of_compute,
+    warn_of_disk,
+)
+from tiermem.tools.record.run_record import Figures, IoCounts, OutOfDeviceMemory, kernel_counts, planned_bytes
+from tiermem.tools.words import Stop, format_bytes
+
+T = TypeVar("T")
+
+_CEILING_S = 0.4
+_ARRIVAL_S = 0.2
+_STATS = ("nvme_read_bytes", "nvme_written_bytes", "nvme_bytes", "host_bytes", "engine", "engine_why")
+
+
+class Trainer:
+    """One job from imports to counts; every attribute is what a later phase needs of an earlier one."""
+
+    def __init__(self, job: Job, channel: Channel, stop: Stop) -> None:
+        self._job = job
+        self._channel = channel
+        self._stop = stop
+        self._budget: Budget | None = None
+        self._compute: str | None = None  # how the dtype of products was chosen
+        self._choice: str | None = None  # how what the budget leaves open was settled
+        self._placement: list[str] = []  # what was chosen for an accelerator, with the arithmetic
+        self._recomputation: str | None = None  # whether blocks are recomputed, and why
+        self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
+
+    def run(self) -> None:
+        """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
+        job = self._job
+        resident_bytes = load_model_classes(job)
+        if job.num_ranks > 1:
+            resident_bytes = self._join(resident_bytes)
+        job = self._job = self._settle_by_room(self._settle_compute(self._job), resident_bytes)
+        (ceiling, *_) = of_every_rank(self._measure_ceiling() if is_first_rank() else None)
+        self._channel.phase("measuring the maths")
+        room_bytes = self._budget.left_bytes if self._budget is not None else None
+        (measured, *_) = of_every_rank(measure(job, room_bytes, ceiling))
+        give_back_free_memory()
+        forget_peak()
+        config, measured = self._choose(measured, resident_bytes)
+        job = self._job
+        with self._explaining_out_of_memory(), large_blocks_mapped():
+            self._channel.phase("building the model")
+            model = build_model(
+                job.shape, job.seed, bool(job.is_checkpointing), job.batch * job.seq, config_dict_or_path=config
+            )
+            self._channel.phase("initialize")
+            engine = self._initialize(model, config)
+        num_params = sum(p.numel() for p in model.parameters())
+        try:
+            with self._explaining_out_of_memory(engine):
+                if job.checkpoint is not None:
+                    self._channel.phase("loading the checkpoint")
+                    tiermem.load_safetensors(model, Path(job.checkpoint))
+                if job.resume is not None:
+                    self._resume(engine, job.resume)
+                engine.step_client_state = {CLIENT_KEY: job.to_save}
+                give_back_free_memory()
+                predicted = predict(engine, job, measured, ceiling, resident_bytes)
+                self._announce(engine, num_params, ceiling, predicted)
+                self._warn(warn_of_disk(job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)))
+                before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
+                self._stop.may_unwind = False
+                self._train(engine)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                engine.close()
+            raise
+        self._finish(engine, *before)
+        if job.num_ranks > 1:
+            dist.destroy_process_group()
+
+    def _join(self, resident_bytes: int) -> int:
+        """Meets the other ranks, takes rank 0's job, and returns the most bytes that are resident in one of them. Collective.
+
+        What a rank measures of itself differs, and would give each another plan: rank 0's figures and the largest need count.
+        """
+        self._channel.phase("waiting for the other ranks")
+        tiermem.init_distributed()
+        events_file = self._job.events_file
+        (job, *_) = of_every_rank(self._job)
+        self._job = dataclasses.replace(job, events_file=events_file)
+        for path in job.nvme_paths:  # the run's folder, which rank 0 has made on its own node
+            Path(path).mkdir(parents=True, exist_ok=True)
+        return max(of_every_rank(resident_bytes))
+
+    @contextlib.contextmanager
+    def _explaining_out_of_memory(self, engine: Engine | None = None) -> Iterator[None]:
+        """Inside, an accelerator's refusal of memory becomes one sentence, made of what it holds at that moment."""
+        try:
+            yield
+        except Exception as error:
+            refusal = out_of_memory_in(error)
+            if refusal is None:
+                raise
+            figures = device_fields(None if engine is None else engine.device)["device_memory"]
+            plan = None if engine is None else _rows_of(engine)
+            raise OutOfDeviceMemory(
+                explain_out_of_memory(refusal, figures, plan, self._channel.phase_name, self._job)
+            ) from error
+
+    # ---- before training ---------------------------------------------------------------------------------------------
+
+    def _settle_compute(self, job: Job) -> Job:
+        """The job with the dtype of products in its config; a warning is sent where the one asked for is far slower."""
+        self._channel.phase("measuring products")
+        ((config, choice), *_) = of_every_rank(settle_compute(job.config, job.shape))
+        if choice.is_measured:
+            self._compute = choice.why
+        else:
+            self._warn(warn_of_compute(config, job.shape))
+        return dataclasses.replace(job, config=config)
+
+    def _warn(self, text: str | None) -> None:
+        if text is not None:
+            self._channel.send("warning", text=text)
+
+    def _settle_by_room(self, job: Job, resident_bytes: int) -> Job:
+        """The job, recomputing blocks if it leaves that open and memory has no room otherwise. Finds the budget under a cap."""
+        is_gpu = is_accelerator(find_device())
+        settled = settle_by_cap(job, resident_bytes, is_gpu)
+        self._budget = check_cap(settled, resident_bytes, is_gpu)
+        if settled.is_checkpointing is None:
+            try:
+                self._chosen(settled, None, resident_bytes)
+            except ValueError:  # of the accelerator
+                settled = dataclasses.replace(job, is_checkpointing=True)
+        self._recomputation = NO_OTHER_WAY if settled.is_checkpointing != job.is_checkpointing else None
+        return settled
+
+    def _choose(self, measured: Measured | str, resident_bytes: int) -> tuple[Config, Measured | str]:
+        """The config with what the budgets leave open chosen, recomputation too, and the maths as it is then."""
+        job, speed = self._job, None if isinstance(measured, str) else measured
+        try:
+            chosen = self._chosen(job, speed, resident_bytes)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config to try it"
+            ) from error
+        if job.is_checkpointing is None and speed is not None and chosen.tried is not None:
+            recomputing = dataclasses.replace(job, is_checkpointing=True)
+            with contextlib.suppress(ValueError):  # a single block takes more memory so
+                again = self._chosen(recomputing, speed.recomputing, resident_bytes)
+                is_better, self._recomputation = recomputes(chosen.tried, again.tried)
+                if is_better:
+                    job, chosen, measured = recomputing, again, speed.recomputing
+        self._job, self._choice, self._placement = job, chosen.how, chosen.placement
+        if self._budget is not None:  # the inputs of blocks may rest elsewhere now
+            settled = dataclasses.replace(job, config=chosen.config)
+            is_gpu = is_accelerator(find_device())
+            self._budget = budget_of(settled, self._budget.cap_bytes, resident_bytes, is_gpu)
+        return chosen.config, measured
+
+    def _chosen(self, job: Job, measured: Measured | None, resident_bytes: int) -> Chosen:
+        """What the budgets of host memory and of an accelerator leave open, chosen by predicted time or, where nothing was
+        measured, by rule. Raises ValueError where the accelerator has no room."""
+        device, config, host_bytes = find_device(), job.config, None
+        is_gpu = is_accelerator(device)
+        if self._budget is not None:
+            budget = budget_of(job, self._budget.cap_bytes, resident_bytes, is_gpu)
+            host_bytes = budget.left_bytes * job.ranks_on_node
+            config = with_host_bytes(config, host_bytes)
+        cards = [card for card in of_every_rank(Card.here(device)) if card is not None]
+        card = min(cards, key=lambda each: each.room_bytes, default=None)
+        room = Room(card, host_bytes, job.num_ranks, job.ranks_on_node)
+        return choose_config(config, job.shape, measured, Activations.of(job, is_gpu), room)
+
+    def _measure_ceiling(self) -> dict[str, Any] | None:
+        """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""
+        if not self._job.nvme_paths:
+            return None
+        self._channel.phase("measuring the disk")
+        folders = [Path(path) for path in self._job.nvme_paths]
+        if (why := why_unmeasured(folders)) is not None:
+            self._warn(f"the disk is not measured, so nothing is predicted: {why}")
+            return None
+        if self._job.sustained is not None:
+            return measure_sustained_disks(folders, self._job.sustained)._asdict()
+        return measure_disks(folders, _CEILING_S)._asdict()
+
+    def _initialize(self, model: nn.Module, config: Config) -> Engine:
+        try:
+            return tiermem.initialize(model=model, config=config)[0]
+        except ValueError as error:
+            if self._budget is None:
+                raise
+            raise ValueError(f"{error} (the budget under the cap: {self._budget.explain()})") from error
+
+    def _resume(self, engine: Engine, place: str) -> None:
+        self._channel.phase("opening the saved step")
+        started = time.monotonic()
+        engine.load_checkpoint(place)
+        self._channel.send("resumed", step=engine.global_steps, seconds=time.monotonic() - started)
+
+    def _announce(
+        self, engine: Engine, num_params: int, ceiling: dict[str, Any] | None, predicted: dict[str, Any]
+    ) -> None:
+        self._channel.send(
+            "ready",
+            num_params=num_params,
+            state_bytes=state_bytes(num_params, self._job.precision, engine.shards.policy.precision),
+            batch_size=engine.train_batch_size(),
+            threads=torch.get_num_threads(),
+            device=str(engine.device),
+            plan=_rows_of(engine),
+            budget=[[row.what, row.num_bytes, row.why] for row in self._budget.rows()] if self._budget else [],
+            ceiling=ceiling,
+            predicted=predicted,
+            choice=self._choice,
+            placement=[*self._placement, *([self._recomputation] if self._recomputation else [])],
+            is_checkpointing=bool(self._job.is_checkpointing),
+            compute=self._compute,
+            versions={
+                "tiermem": tiermem.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers().__version__,
+                "python": platform.python_version(),
+            },
+            **store_counts(engine.shards.store)._asdict(),
+            **device_fields(engine.device),
+        )
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def _train(self, engine: Engine) -> None:
+        job = self._job
+        dataset = Corpus([Path(path) for path in job.data], job.seq, job.seed)
+        store = engine.shards.store
+        size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        rank = dist.get_rank() if job.num_ranks > 1 else 0
+        for step in range(engine.global_steps + 1, job.steps + 1):
+            started, meter = time.monotonic_ns(), Meter(store.recorder, store.stats)
+            seconds = dict.fromkeys(("forward", "backward", "step", "whole"), 0.0)
+            losses: list[torch.Tensor] = []
+            first = (step - 1) * accumulation  # each micro-batch is one for every rank
+            numbers = [(first + i) * job.num_ranks + rank for i in range(accumulation)]
+            micros = (dataset.batch(number, size, engine.device) for number in numbers)
+            if job.at_once is not None:
+                with self._timed(engine, seconds, "whole", step):
+                    losses.append(engine.train_batch(micros))
+                _divide_by_phase(engine, started, seconds)
+            for batch in micros:
+                with self._timed(engine, seconds, "forward", step):
+                    loss = engine(**batch).loss
+                with self._timed(engine, seconds, "backward", step):
+                    engine.backward(loss)
+                losses.append(loss.detach())
+                del loss
+                with self._timed(engine, seconds, "step", step):
+                    engine.step()
+            mean = float(torch.stack(losses).float().mean()) if len(losses) > 1 else float(losses[0])
+            told: list[tuple[float, bool]] = of_every_rank((mean, self._stop.is_asked))  # ranks stop together
+            mean = sum(each[0] for each in told) / len(told)
+            is_stopped = any(each[1] for each in told)
+            seen = meter.look()
+            waits = dict(itertools.islice(seen.waits_s.items(), 5))
+            figures = {**seen.as_logged(), "limits_s": seen.limits_s, "waits": waits}
+            figures |= {f"{phase}_s": seconds[phase] for phase in PHASES}
+            self._report_step(engine, step, started, mean, figures, size * accumulation * job.num_ranks * job.seq)
+            is_last = step == job.steps or is_stopped
+            if job.save_dir is not None and (is_last or (job.save_every and step % job.save_every == 0)):
+                self._save(engine, job.save_dir, step)
+            if is_last:
+                break
+
+    def _save(self, engine: Engine, folder: str, step: int) -> None:
+        """A checkpoint; what the kernel counts of it beside the store's own is not the training's."""
+        self._channel.phase(f"saving step {step}")
+        started, ours, kernel = time.monotonic(), counts_at_rest(engine.shards.store), kernel_counts()
+        engine.save_checkpoint(folder, client_state={CLIENT_KEY: self._job.to_save})
+        engine.wait_checkpoint()
+        moved, by_kernel = counts_at_rest(engine.shards.store).since(ours), kernel_counts().since(kernel)
+        self._beside = IoCounts(*(a + b - c for a, b, c in zip(self._beside, by_kernel, moved, strict=True)))
+        self._channel.send("saved", step=step, seconds=time.monotonic() - started, folder=folder)
+
+    @contextlib.contextmanager
+    def _timed(self, engine: Engine, seconds: dict[str, float], name: str, step: int) -> Iterator[None]:
+        stats = engine.shards.store.stats()
+        held = {"host_bytes": stats.host_bytes, "nvme_bytes": stats.nvme_bytes, **device_fields(engine.device)}
+        self._channel.phase(f"{name} of step {step}", **held)
+        started = time.monotonic()
+        yield
+        if is_accelerator(engine.device):  # a phase's time is its own; a tool may wait for the device
+            torch.accelerator.synchronize(engine.device)
+        seconds[name] += time.monotonic() - started
+
+    def _report_step(
+        self, engine: Engine, step: int, started: int, loss: float, figures: dict[str, Any], tokens: int
+    ) -> None:
+        stats = engine.shards.store.stats()
+        self._channel.send(
+            "step",
+            step=step,
+            loss=loss,
+            **figures,
+            start_ns=started,
+            end_ns=time.monotonic_ns(),
+            tokens=tokens,
+            **{key: getattr(stats, key) for key in _STATS},
+            grad_norm=float(engine.get_global_grad_norm()),
+            lr=engine.get_lr()[0],
+            skipped_steps=engine.skipped_steps,
+            **device_fields(engine.device),
+        )
+
+    # ---- after training ----------------------------------------------------------------------------------------------
+
+    def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]) -> None:
+        """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
+        self._channel.phase("close")
+        engine.shards.check_whole()  # the last step may be under way
+        moved = counts_at_rest(engine.shards.store).since(ours)
+        moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
+        host_peak_bytes = engine.shards.store.stats().host_peak_bytes
+        since_made, on_device = written_by_path(engine.shards.store), device_fields(engine.device)
+        written_here = {path: total - written.get(path, 0) for path, total in since_made.items()}
+        if (copied := self._beside.written_bytes) > 0:
+            is_copy = not self._job.nvme_paths or engine.shards.policy.durability == "none"
+            place = os.path.abspath(str(self._job.save_dir) if is_copy else self._job.nvme_paths[0])
+            for counts in (written_here, since_made):
+                counts[place] = counts.get(place, 0) + copied
+        of_ranks = of_every_rank((written_here, since_made))
+        paths = [
+            [path, sum(new.get(path, 0) for new, _ in of_ranks), sum(total.get(path, 0) for _, total in of_ranks)]
+            for path in since_made
+        ]
+        engine.close()
+        self._channel.send(
+            "done",
+            **{f"nvme_{key}": each for key, each in moved._asdict().items()},
+            **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
+            paths=paths,
+            host_peak_bytes=host_peak_bytes,
+            copied_bytes=copied,
+            steps_early=engine.shards.steps.num_early,
+            steps_redone=engine.shards.steps.num_redone,
+            redone_bytes=engine.shards.program.dropped_bytes,
+            is_every_step_durable=engine.shards.policy.durability == "step",
+            peak_rss_bytes=resident_of().peak_bytes,
+            is_interrupted=self._stop.is_asked,
+            **on_device,
+        )
+        if self._job.events_file is not None:
+            with open(durable.create_anew(Path(self._job.events_file)), "w", encoding="utf-8") as file:
+                for event in engine.shards.store.recorder.events:
+                    file.write(json.dumps(list(event)) + "\n")
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def of_every_rank(value: T) -> list[T]:
+    """The value that each rank gives, in their order. Collective; blocks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def load_model_classes(job: Job) -> int:
+    """Imports the model's own modules, makes the accelerator's context and sets the threads.
+
+    Returns the bytes that are resident then: the part of the interpreter, the libraries and the driver.
+    """
+    transformers().logging.set_verbosity_error()
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    meta_model(job.shape, job.precision)
+    open_context(find_device())
+    return resident_of().now_bytes
+
+
+def _divide_by_phase(engine: Engine, started_ns: int, seconds: dict[str, float]) -> None:
+    """Divides the seconds of a `train_batch` into phases: forward and backward as recorded, the rest is the step."""
+    for event in engine.shards.store.recorder.events:
+        if event.lane in PHASES[:2] and event.start_ns >= started_ns:
+            seconds[event.lane] += (event.end_ns - event.start_ns) * 1e-9
+    seconds["step"] = max(0.0, seconds.pop("whole") - seconds["forward"] - seconds["backward"])
+
+
+def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
+    return [(row.what, row.tier.name, row.num_bytes, row.why) for row in engine.shards.plan.rows]
+
+
+# ---- counts of bytes, and the accelerator's memory ---------------------------------------------------------------------
+
+
+def store_counts(store: TensorStore) -> IoCounts:
+    """Bytes that the store has moved so far."""
+    stats = store.stats()
+    return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
+
+
+def written_by_path(store: TensorStore) -> dict[str, int]:
+    """Bytes written to each path since the store was made."""
+    return {str(each.path): each.written_bytes for each in store.stats().paths}
+
+
+def counts_at_rest(store: TensorStore) -> IoCounts:
+    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
+    store.settle()
+    before, counts = IoCounts(-1, -1), store_counts(store)
+    while counts != before:
+        time.sleep(_ARRIVAL_S)
+        before, counts = counts, store_counts(store)
+    return counts
+
+
+def device_fields(device: torch.device | None = None) -> dict[str, Figures]:
+    """`device_memory` and its figures, for a message; empty on the CPU. None: the device that this process computes on."""
+    device = device or find_device()
+    if not is_accelerator(device):
+        return {}
+    free, total = free_and_total(device)
+    return {
+        "device_memory": {**usage(device)._asdict(), "free_bytes": free, "total_bytes": total, "device": str(device)}
+    }
+
+
+def forget_peak() -> None:
+    """Gives back what a measurement has cached on the accelerator, so that peaks are those of what comes now."""
+    device = find_device()
+    if is_accelerator(device):
+        gc.collect()
+        reset_peak(device)
+
+
+def out_of_memory_in(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """The device's refusal that an error is, or was raised because of; None for any other error."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def explain_out_of_memory(
+    refusal: BaseException, figures: Mapping[str, Any], plan: Sequence[Sequence[Any]] | None, phase: str, job: Job
+) -> str:
+    """One sentence: what was asked for and when, what is reserved, what the plan has on DEVICE, what to change."""
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(refusal))
+    wanted = f"{asked[1]} more were wanted" if asked else "more was wanted"
+    reserved, allocated, total, free = (
+        format_bytes(figures[f"{key}_bytes"]) for key in ("reserved", "allocated", "total", "free")
+    )
+    rests = "" if plan is None else f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE{_rows(plan)}"
+    return (
+        f"{figures['device']} has no memory left in {phase}: {wanted}, torch has reserved {reserved} of {total} ({allocated} "
+        f"in tensors) and {free} are free{rests}: {_remedy(job, is_made=plan is not None)}"
+    )
+
+
+def _rows(plan: Sequence[Sequence[Any]]) -> str:
+    rows = [f"{what} {format_bytes(num_bytes)}" for what, tier, num_bytes, _ in plan if tier == "DEVICE"]
+    return f" ({', '.join(rows)})" if rows else ""
+
+
+def _remedy(job: Job, is_made: bool) -> str:
+    """What would take less: of activations too, once the model is made."""
+    smaller = [f"a --batch below {job.batch}"] if is_made and job.batch > 1 else []
+    smaller += [f"a --seq below {job.seq}"] if is_made else ["a smaller model"]
+    smaller += ["--checkpointing"] if is_made and not job.is_checkpointing else []
+    zero = job.config.get("zero_optimization") or {}
+    offloads = [zero.get(f"offload_{what}") or {} for what in ("param", "optimizer")]
+    if not all(section.get("device") in ("cpu", "nvme") for section in offloads):
+        smaller += ["--offload cpu"]
+    return f"give {', '.join(smaller[:-1])}{' or ' * (len(smaller) > 1)}{smaller[-1]}"
