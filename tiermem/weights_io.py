@@ -133,7 +133,7 @@ _MAX_HEADER_BYTES = 100 << 20
 INDEX_NAME = "model.safetensors.index.json"
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor of a file."""
 
     name: str
@@ -290,7 +290,7 @@ def find_files(path: Path) -> list[Path]:
     return files
 
 
-def read_header(file: Path) -> list[Stored]:
+def read_header(file: Path) -> list[StoredTensor]:
     """Every tensor of a file, in the order of their bytes. Raises ValueError for a header that does not match the file."""
     header, base = _header_of(file)
     header.pop("__metadata__", None)
@@ -321,7 +321,7 @@ def _header_of(file: Path) -> tuple[dict[str, Any], int]:
         return _parse(file, stream.read(length)), 8 + length
 
 
-def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterator[Stored]:
+def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterator[StoredTensor]:
     for name, entry in header.items():
         try:
             dtype, shape = _DTYPES[entry["dtype"]], tuple(_size(n) for n in entry["shape"])
@@ -336,7 +336,7 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterat
             raise ValueError(f"{file}: {name} of shape {shape} has {last - first} bytes, not {numel * dtype.itemsize}")
         if base + last > size:
             raise ValueError(f"{file} is truncated: {name} ends at byte {base + last}, the file has {size}")
-        yield Stored(name, dtype, shape, base + first, last - first)
+        yield StoredTensor(name, dtype, shape, base + first, last - first)
 
 
 def names_in(index: Path) -> list[str]:

@@ -378,7 +378,7 @@ class Verdict(NamedTuple):
         return float(sum(math.comb(pairs, more) for more in range(won, pairs + 1)) / 2**pairs)
 
 
-class Found(NamedTuple):
+class TuneResult(NamedTuple):
     """The outcome: what was tried, best first, what the winner was held to, and whether it is taken."""
 
     standings: Sequence[Standing[IoSettings]]
@@ -439,7 +439,7 @@ def weighed(paths: Sequence[Path], turn: Turn) -> list[NvmePath]:
     return [NvmePath(path.absolute(), weight=round(rate / slowest, 3)) for path, rate in rates]
 
 
-def _find(options: TuneOptions, console: Console) -> Found:
+def _find(options: TuneOptions, console: Console) -> TuneResult:
     engines = engines_that_run(options.engines)
     default = default_of(engines)
     with (
@@ -453,7 +453,7 @@ def _find(options: TuneOptions, console: Console) -> Found:
         standings = _search(mix, grid, options.seconds * _SEARCH_PART, status.update)
         winner = standings[0].candidate
         status.update(f"verifying {describe(winner)}")
-        return Found(standings, default, verify(mix, winner, default, options.seconds * _VERIFY_PART))
+        return TuneResult(standings, default, verify(mix, winner, default, options.seconds * _VERIFY_PART))
 
 
 def _search(
@@ -474,7 +474,7 @@ def _search(
     return halve([*few, grid[-1]], measure, seconds, on_round)
 
 
-def _notes(options: TuneOptions, found: Found) -> dict[str, Any]:
+def _notes(options: TuneOptions, found: TuneResult) -> dict[str, Any]:
     """What is kept beside the settings; the library never acts on it."""
     return {
         "made_by": MADE_BY,
@@ -503,7 +503,7 @@ def _median(turns: Sequence[Turn]) -> Turn:
     return Turn(tuple(map(statistics.median, mixed)), tuple(map(statistics.median, read)))
 
 
-def _print(found: Found, out: Path, paths: Sequence[dict[str, Any]], console: Console) -> None:
+def _print(found: TuneResult, out: Path, paths: Sequence[dict[str, Any]], console: Console) -> None:
     columns = ("settings", ">disk ns per parameter", ">read+write GB/s", ">read GB/s")
     shown = table(f"{len(found.standings)} settings tried", *columns)
     for standing in found.standings[:_NUM_SHOWN]:
@@ -523,7 +523,7 @@ def _print(found: Found, out: Path, paths: Sequence[dict[str, Any]], console: Co
     console.print(f'tiermem.initialize(model=model, config=tiermem.with_tuned(config, "{out}"))')
 
 
-def _sentence(found: Found) -> str:
+def _sentence(found: TuneResult) -> str:
     gains = found.verdict.gains
     spread = f"{min(gains):.3f} to {max(gains):.3f} in {len(gains)} pairs"
     if found.is_taken:

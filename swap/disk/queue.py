@@ -302,7 +302,7 @@ class Queues:
         self.files = dict(files)  # the name of each open file, by descriptor
         self._queues: dict[int, Queue] = {}  # by descriptor, in the order of the paths
         self._tags = itertools.count(1)  # its next() is one step, whichever thread asks
-        self._under_way: dict[int, list[_Part]] = {}  # by tag, until it is answered
+        self._under_way: dict[int, list[_QueuePart]] = {}  # by tag, until it is answered
         try:
             for fd in self.files:
                 self._queues[fd] = self._open(fd, io, regions, faults)
@@ -332,7 +332,7 @@ class Queues:
 
         When a later path's queue refuses its part, it first cancels the earlier parts and waits for them.
         """
-        tag, parts = next(self._tags), list[_Part]()
+        tag, parts = next(self._tags), list[_QueuePart]()
         self._under_way[tag] = parts  # before a queue has them: `end_all` finds them also after an interrupt
         ops: dict[int, list[Op]] = {}  # by descriptor, in their order
         try:
@@ -340,10 +340,10 @@ class Queues:
                 if isinstance(each, Op):
                     ops.setdefault(each.fd, []).append(each)
                 else:
-                    parts.append(part := _Part(self._queue_of(each.fd)))
+                    parts.append(part := _QueuePart(self._queue_of(each.fd)))
                     part.queue.submit_blocks(each, priority, part.tag)
             for fd, own in ops.items():
-                parts.append(part := _Part(self._queue_of(fd)))
+                parts.append(part := _QueuePart(self._queue_of(fd)))
                 part.queue.submit(own, priority, part.tag)
         except BaseException:
             for part in parts:
@@ -432,7 +432,7 @@ class Queues:
             raise OSError(errno.EBADF, "no queue was opened for this file")
         return queue
 
-    def _parts(self, tag: int) -> list[_Part]:
+    def _parts(self, tag: int) -> list[_QueuePart]:
         parts = self._under_way.get(tag)
         if parts is None:
             raise OSError(errno.ENOENT, f"no transfer has tag {tag}, or it was answered already")
@@ -445,7 +445,7 @@ def add_counters(several: Sequence[Counters]) -> Counters:
     return Counters(*map(sum, zip(zero, *several, strict=True)))
 
 
-class _Part:
+class _QueuePart:
     """The part of a tag in one path's queue, and its answer after its end."""
 
     def __init__(self, queue: Queue) -> None:

@@ -61,7 +61,7 @@ _BIRTH_S = 5.0
 logger = logging.getLogger("tiermem")
 
 
-class Owner(NamedTuple):
+class RunOwner(NamedTuple):
     """The process that wrote a lock file; `started` is its start time in UTC, to the second, as ISO 8601."""
 
     pid: int
@@ -74,7 +74,7 @@ class Owner(NamedTuple):
         return f"process {self.pid} on {self.host}, started {self.started}"
 
 
-UNKNOWN = Owner(0, "", "")
+UNKNOWN = RunOwner(0, "", "")
 """The owner of an unreadable lock file: its process was killed, or the machine stopped, while it wrote the file."""
 
 
@@ -96,11 +96,11 @@ def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
         yield
 
 
-def owner_of(folder: Path) -> Owner | None:
+def owner_of(folder: Path) -> RunOwner | None:
     """Returns the process that a folder's lock file names; UNKNOWN if the file is unreadable, None if there is none."""
     try:
         told = json.loads(durable.read_file(folder / LOCK, _MOST_LOCK_BYTES) or b"{}")
-        return Owner(int(told["pid"]), printable(str(told["host"])), printable(str(told.get("started", ""))))
+        return RunOwner(int(told["pid"]), printable(str(told["host"])), printable(str(told.get("started", ""))))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -141,9 +141,9 @@ def leads_to(path: Path, fd: int) -> bool:
     return False
 
 
-def this_process() -> Owner:
+def this_process() -> RunOwner:
     """Returns the owner that a lock file of this process names."""
-    return Owner(os.getpid(), socket.gethostname(), _started(os.getpid()))
+    return RunOwner(os.getpid(), socket.gethostname(), _started(os.getpid()))
 
 
 def _lock(folder: Path) -> int:
@@ -223,7 +223,7 @@ def _flock_folder(fd: int, folder: Path, kind: int) -> None:
             raise
 
 
-def _check_host(folder: Path, owner: Owner) -> None:
+def _check_host(folder: Path, owner: RunOwner) -> None:
     here, kind = socket.gethostname(), file_system_of(folder)
     if owner != UNKNOWN and owner.host != here and not is_of_one_host(folder):
         raise OSError(

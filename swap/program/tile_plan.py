@@ -36,7 +36,7 @@ from tiermem.swap.base.tile_program import (
 )
 from tiermem.swap.disk.queue import Recorder
 from tiermem.swap.memory.arena import Slot
-from tiermem.swap.store.checksum import Expected, Range, Written
+from tiermem.swap.store.checksum import Expected, Range, WrittenBytes
 from tiermem.swap.store.places import TileRanges, WritePlan
 from tiermem.swap.store.store import TensorStore
 
@@ -143,7 +143,7 @@ class TilePlan(Generic[T]):
     ops: Sequence[Op]  # reads, those of the begin included
     expected: Expected
     writes: WritePlan | None = None
-    written: Sequence[Written] = ()  # checksums of writes apart
+    written: Sequence[WrittenBytes] = ()  # checksums of writes apart
     shown: Shown | None = None
     steps: Sequence[NativeStep] | None = None
     keep: object = None  # what native memory points at

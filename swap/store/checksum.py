@@ -232,7 +232,7 @@ class Sums:
             table.put(np.array([number]), np.array(crc32c([data], self._workers), np.uint32))
         return table
 
-    def of_write(self, ranges: Iterable[Range]) -> list[Written]:
+    def of_write(self, ranges: Iterable[Range]) -> list[WrittenBytes]:
         """Sums what is about to be written, for `keep`. Needs no lock. Blocks."""
         due = self.pieces_of(ranges)
         addresses, num_bytes = [], []
@@ -244,9 +244,9 @@ class Sums:
             return []
         crcs = self._sum(addresses, num_bytes)
         own = np.split(crcs, np.cumsum([len(each) for each in addresses])[:-1])
-        return [Written(*pair) for pair in zip(due, own, strict=True)]
+        return [WrittenBytes(*pair) for pair in zip(due, own, strict=True)]
 
-    def keep(self, written: Iterable[Written]) -> None:
+    def keep(self, written: Iterable[WrittenBytes]) -> None:
         """Records checksums of `of_write` when their write starts."""
         for each in written:
             each.pieces.overwrite(each.crcs)
@@ -371,7 +371,7 @@ class PiecesIn(NamedTuple):
         self.table.put(self.inside, crcs)
 
 
-class Written(NamedTuple):
+class WrittenBytes(NamedTuple):
     """The checksums of the pieces inside a range that is about to be written."""
 
     pieces: PiecesIn

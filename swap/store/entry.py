@@ -31,7 +31,7 @@ class SlotPart(NamedTuple):
     slot: int
 
 
-P = TypeVar("P", "SlotPart", "_Piece")
+P = TypeVar("P", "SlotPart", "_EntryPiece")
 
 
 class NoSlotError(RuntimeError):
@@ -64,7 +64,7 @@ class Slots:
 
     def __init__(self, num_bytes: int, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._pieces = [_Piece(0, num_bytes, 0, frozenset(), frozenset())]
+        self._pieces = [_EntryPiece(0, num_bytes, 0, frozenset(), frozenset())]
         self._starts = [0]  # of the pieces
 
     def current(self, start: int, stop: int) -> list[SlotPart]:
@@ -95,7 +95,9 @@ class Slots:
         first, last = self._touching(start, stop)
         for piece in self._pieces[first:last]:
             if piece.current != slot or piece.lost:
-                self._change(start, stop, lambda p: _Piece(p.start, p.stop, slot, p.holds, p.lost and p.lost - {slot}))
+                self._change(
+                    start, stop, lambda p: _EntryPiece(p.start, p.stop, slot, p.holds, p.lost and p.lost - {slot})
+                )
                 break
 
     def lose(self, part: SlotPart) -> None:
@@ -118,7 +120,7 @@ class Slots:
         """Holds the current slots of all bytes for the freeze of that number, and returns them."""
         self._merge(
             [
-                _Piece(start, stop, current, holds | {(freeze, current)}, lost)
+                _EntryPiece(start, stop, current, holds | {(freeze, current)}, lost)
                 for start, stop, current, holds, lost in self._pieces
             ]
         )
@@ -128,7 +130,7 @@ class Slots:
         """Ends the holds of a freeze, if it has any here."""
         self._merge(
             [
-                _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
+                _EntryPiece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
                 for start, stop, current, holds, lost in self._pieces
             ]
         )
@@ -137,7 +139,7 @@ class Slots:
         """Returns the slots in which a freeze holds bytes."""
         return {slot for piece in self._pieces for _, slot in piece.holds}
 
-    def _target(self, piece: _Piece, is_apart: bool) -> int:
+    def _target(self, piece: _EntryPiece, is_apart: bool) -> int:
         held = {slot for _, slot in piece.holds}
         if piece.current not in held and not is_apart:
             return piece.current
@@ -151,11 +153,11 @@ class Slots:
             )
         return free
 
-    def _within(self, start: int, stop: int) -> list[_Piece]:
+    def _within(self, start: int, stop: int) -> list[_EntryPiece]:
         """Returns the pieces of [start, stop), cut at both ends."""
         first, last = self._touching(start, stop)
         if last == first + 1:
-            return [_Piece(start, stop, *self._pieces[first][2:])]
+            return [_EntryPiece(start, stop, *self._pieces[first][2:])]
         return [p._replace(start=max(p.start, start), stop=min(p.stop, stop)) for p in self._pieces[first:last]]
 
     def _touching(self, start: int, stop: int) -> tuple[int, int]:
@@ -164,11 +166,11 @@ class Slots:
         first = bisect.bisect_right(self._starts, start) - 1
         return first, bisect.bisect_left(self._starts, stop, first)
 
-    def _merge(self, pieces: list[_Piece]) -> None:
+    def _merge(self, pieces: list[_EntryPiece]) -> None:
         self._pieces = _joined(pieces)
         self._starts = [piece.start for piece in self._pieces]
 
-    def _change(self, start: int, stop: int, change: Callable[[_Piece], _Piece]) -> None:
+    def _change(self, start: int, stop: int, change: Callable[[_EntryPiece], _EntryPiece]) -> None:
         """Changes the pieces of [start, stop), which are cut at both ends. Equal neighbours stay apart until the next freeze or
         thaw, because the next write is likely to have the same ends."""
         first, last = self._touching(start, stop)
@@ -186,7 +188,7 @@ class Slots:
         self._pieces[first:last], self._starts[first:last] = changed, [piece.start for piece in changed]
 
 
-class _Piece(NamedTuple):
+class _EntryPiece(NamedTuple):
     """Bytes [start, stop) with one current slot, equal holds and equal lost slots."""
 
     start: int

@@ -19,12 +19,12 @@ from tiermem.swap.base.native import READ, WRITE, Op, ffi
 from tiermem.swap.base.tile_program import join_rows
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.queue import Queues
-from tiermem.swap.store.checksum import Expected, Range, Sums, Written
+from tiermem.swap.store.checksum import Expected, Range, Sums, WrittenBytes
 from tiermem.swap.store.entry import Entry, NvmeHome, SlotPart
 from tiermem.swap.store.resources import Resources
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """A byte range of an entry on NVME, and where it is in memory."""
 
     home: NvmeHome
@@ -42,7 +42,7 @@ class Place(NamedTuple):
         return self.home.targets(self.start, self.stop, is_apart)
 
 
-def places_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]) -> list[Place]:
+def places_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]) -> list[EntryPlace]:
     """The places of byte ranges: the name of an entry, an offset in it, a buffer. Raises ValueError as `Entry.check_range`.
 
     The caller of this and of what follows holds the store's lock.
@@ -50,11 +50,11 @@ def places_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, tor
     found = []
     for name, offset, buffer in ranges:
         home = entries[name].check_range(offset, buffer)
-        found.append(Place(home, offset, offset + buffer.numel(), buffer.data_ptr() - offset))
+        found.append(EntryPlace(home, offset, offset + buffer.numel(), buffer.data_ptr() - offset))
     return found
 
 
-def reads_of(places: Iterable[Place]) -> list[Op]:
+def reads_of(places: Iterable[EntryPlace]) -> list[Op]:
     """The transfers that read byte ranges into their buffers."""
     return [op for place in places for op in place.home.ops(READ, place.current, place.address)]
 
@@ -69,7 +69,7 @@ class WritePlan:
     Raises NoSlotError and OSError as `NvmeHome.targets`.
     """
 
-    def __init__(self, places: Iterable[Place], is_apart: bool = False) -> None:
+    def __init__(self, places: Iterable[EntryPlace], is_apart: bool = False) -> None:
         self.ops: list[Op] = []
         self.targets: list[tuple[NvmeHome, SlotPart]] = []
         for place in places:
@@ -149,7 +149,7 @@ class Plans:
         """The store's queues; opens them first if need be. The caller holds the lock. Raises OSError."""
         return self._held.queues()
 
-    def note(self, plan: WritePlan, name: str, has_failed: bool, written: Sequence[Written] = ()) -> None:
+    def note(self, plan: WritePlan, name: str, has_failed: bool, written: Sequence[WrittenBytes] = ()) -> None:
         """Notes that the writes of a plan have been made, or that they failed, and the checksums of writes apart."""
         with self.lock, changing(plan.targets, name):
             self.sums.keep(written)
@@ -196,7 +196,7 @@ class TileRanges:
             names = dict.fromkeys(name for name, _, _ in (*reads, *writes))
             self._tables = [(name, plans.sums.of(name)) for name in names]
             self._read, self._written = plans.sums.pieces_of(reads), plans.sums.pieces_of(writes)
-        self.written = [Written(each, each.new_crcs()) for each in self._written if is_apart]
+        self.written = [WrittenBytes(each, each.new_crcs()) for each in self._written if is_apart]
         into = [each.crcs for each in self.written] if is_apart else [None] * len(self._written)
         self.sums = join_rows([each.summed(crcs) for each, crcs in zip(self._written, into, strict=True)])
         self.expected, self.checks = [], join_rows([])

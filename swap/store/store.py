@@ -52,7 +52,7 @@ from tiermem.swap.disk.run_folder import RunName, call_in_child
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.swap.memory.arena import BudgetError, Slot
 from tiermem.swap.memory.device_memory import DeviceMemory
-from tiermem.swap.store.checksum import Range, Sums, Written
+from tiermem.swap.store.checksum import Range, Sums, WrittenBytes
 from tiermem.swap.store.entry import Entry, EntryState, Freeze, NvmeHome
 from tiermem.swap.store.move import Later, Move, wait_for_any
 from tiermem.swap.store.places import Plans, WritePlan, changing, places_of, reads_of
@@ -527,7 +527,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         owns: object,
         name: str,
         priority: int,
-        summed: Sequence[Written],
+        summed: Sequence[WrittenBytes],
         on_end: Callable[[bool], None] | None = None,
     ) -> Move:
         """Starts a write to free slots. These slots become current when the write starts, and lost if it fails."""

@@ -187,7 +187,7 @@ class ReadAhead:
 
         Raises OSError: a file that cannot be opened, or has fewer bytes (ENODATA).
         """
-        parts: list[_Part] = []
+        parts: list[_StreamPart] = []
         try:
             for each in ranges:
                 part = self._carve(each)
@@ -239,7 +239,7 @@ class ReadAhead:
                 self._files.popitem()[1].close()
             self._areas.clear()
 
-    def _carve(self, wanted: FileRange) -> _Part | None:
+    def _carve(self, wanted: FileRange) -> _StreamPart | None:
         file = self.open(wanted.path)
         start, stop = wanted.offset, wanted.offset + wanted.num_bytes
         file.check(start, stop)
@@ -250,10 +250,10 @@ class ReadAhead:
             if at is not None:
                 self._num_users[file.path] += 1
                 buffer = area[at : at + size]
-                return _Part(file, index, at, buffer, base, buffer[start - base : stop - base])
+                return _StreamPart(file, index, at, buffer, base, buffer[start - base : stop - base])
         return None
 
-    def _give_back(self, parts: Sequence[_Part]) -> None:
+    def _give_back(self, parts: Sequence[_StreamPart]) -> None:
         for part in parts:
             self._num_users[part.file.path] -= 1
             if self._areas:
@@ -265,8 +265,8 @@ class Reading:
     """Ranges that are being read into the memory of a ReadAhead, until `release`. ReadAhead makes it."""
 
     _in_flight: tuple[Queue, int] | None  # a queue and its tag, until they are waited for
-    _parts: list[_Part]
-    _give_back: Callable[[Sequence[_Part]], None]
+    _parts: list[_StreamPart]
+    _give_back: Callable[[Sequence[_StreamPart]], None]
 
     def wait(self) -> list[torch.Tensor]:
         """Returns the bytes of each range, valid until `release`. Blocks; raises OSError that names the file."""
@@ -290,7 +290,7 @@ class Reading:
         self._give_back(parts)
 
 
-class _Part(NamedTuple):
+class _StreamPart(NamedTuple):
     """One range: whole blocks around it, and itself."""
 
     file: ReadFile

@@ -22,7 +22,7 @@ from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import Plan, Planner
 from tiermem.ranks.topology import Topology
 from tiermem.tools.plan.card import Card
-from tiermem.tools.plan.planned import Activations
+from tiermem.tools.plan.planned import ActivationBytes
 from tiermem.tools.presets import ModelSizes, llama
 from tiermem.units.unit import divide
 from tiermem.weights import unit_state
@@ -100,7 +100,7 @@ def marks(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Marks:
 
 
 def check_memory(plan: Plan, tokens: int) -> None:
-    activations = Activations(LLAMA, MICRO_TOKENS, "bf16", "bf16", True, True, tokens // MICRO_TOKENS)
+    activations = ActivationBytes(LLAMA, MICRO_TOKENS, "bf16", "bf16", True, True, tokens // MICRO_TOKENS)
     assert plan.device_bytes <= CARD.budget(activations, Tier.HOST).left_bytes
     assert plan.host_bytes <= HOST_BYTES
 

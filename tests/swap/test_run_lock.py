@@ -21,9 +21,9 @@ from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk import durable, run_folder
 from tiermem.swap.disk.files import Files
 from tiermem.swap.disk.run_folder import (
-    Owner,
     RunFolder,
     RunName,
+    RunOwner,
     has_saved,
     is_dead,
     is_live,
@@ -90,7 +90,7 @@ def test_lock_says_which_process_holds_it_since_when(tmp_path: Path) -> None:
     with TensorStore(tmp_path, 1 << 20) as store:
         (folder,) = store.folders()
         owner = owner_of(folder)
-        assert owner == this_process() == Owner(os.getpid(), socket.gethostname(), this_process().started)
+        assert owner == this_process() == RunOwner(os.getpid(), socket.gethostname(), this_process().started)
         assert owner is not None
         assert owner.started.endswith("+00:00")
         assert (is_live(folder), is_dead(folder)) == (True, False)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tiermem.tools.bench.io_ranks import Outcome, Setting
+from tiermem.tools.bench.io_ranks import RankOutcome, Setting
 from tiermem.tools.record.run_record import IoCounts
 
 MIB = 1 << 20
@@ -17,9 +17,9 @@ def setting(mode: str = "read", **changed: Any) -> Setting:
     return Setting(mode, "auto", MIB, 8, 1, "/a", (0,))._replace(**changed)
 
 
-def outcome(seconds: float = 1.0, read: int = 0, written: int = 0, **changed: Any) -> Outcome:
+def outcome(seconds: float = 1.0, read: int = 0, written: int = 0, **changed: Any) -> RankOutcome:
     """An outcome that began at second 100; its CPU time is a tenth of the time, two parts user to one system."""
-    return Outcome(
+    return RankOutcome(
         start_s=100.0,
         end_s=100.0 + seconds,
         moved=IoCounts(read, written),

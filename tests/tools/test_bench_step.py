@@ -21,7 +21,15 @@ pytest.importorskip("matplotlib")
 
 from tiermem.tools.bench import step as module
 from tiermem.tools.bench.step import bench_step, cases_of
-from tiermem.tools.bench.stepped_model import SETTINGS, Pipelining, Roofline, SteppedModel, StepRun, ceiling, draw_tiles
+from tiermem.tools.bench.stepped_model import (
+    SETTINGS,
+    Pipelining,
+    Roofline,
+    SteppedModel,
+    TimedStep,
+    ceiling,
+    draw_tiles,
+)
 from tiermem.tools.cli import main
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.record.run_record import IoCounts, Span
@@ -233,7 +241,7 @@ def test_steps_and_yardstick_take_turns(bench: Bench, monkeypatch: pytest.Monkey
     log: list[str] = []
     step, measure = SteppedModel.step, Roofline.measure
 
-    def logged_step(model: SteppedModel, pipelining: Pipelining) -> StepRun:
+    def logged_step(model: SteppedModel, pipelining: Pipelining) -> TimedStep:
         log.append(f"step, {pipelining.name}")
         return step(model, pipelining)
 
@@ -269,7 +277,7 @@ def test_compare_measures_every_setting_in_one_run(bench: Bench, monkeypatch: py
     seen: list[tuple[bool, bool]] = []
     run = module.SteppedModel.step
 
-    def step(model: SteppedModel, pipelining: Pipelining) -> StepRun:
+    def step(model: SteppedModel, pipelining: Pipelining) -> TimedStep:
         done = run(model, pipelining)
         seen.append((model._shards.policy.pipeline_read, model._shards.policy.pipeline_write))
         return done
@@ -313,7 +321,7 @@ def test_a_step_of_any_length_can_be_drawn(tmp_path: Path, num_tiles: int) -> No
         spans.append(Span("read", f"gradients of tile {i}", start, start, 0))
         spans.append(Span("compute", f"tile {i}", start + 2_000_000, start + 2_500_000, 0))
         spans.append(Span("write", f"tile {i}", start + 2_500_000, start + 5_500_000, 4096))
-    step = StepRun(1000, 1000 + 1_000_000 * (num_tiles + 6), (IoCounts(1, 1),), IoCounts(1, 1), spans)
+    step = TimedStep(1000, 1000 + 1_000_000 * (num_tiles + 6), (IoCounts(1, 1),), IoCounts(1, 1), spans)
     figures = {
         "num_params": 10**9,
         "precision": "bf16",
@@ -337,8 +345,8 @@ def test_idle_is_what_no_transfer_covers() -> None:
         Span("read", "d", 60, 90, 1),
         Span("read", "before the end", 95, 200, 1),
     ]
-    assert StepRun(0, 100, (), IoCounts(0, 0), spans).idle_fraction() == pytest.approx(0.25)
-    assert StepRun(0, 100, (), IoCounts(0, 0), []).idle_fraction() == 1.0
+    assert TimedStep(0, 100, (), IoCounts(0, 0), spans).idle_fraction() == pytest.approx(0.25)
+    assert TimedStep(0, 100, (), IoCounts(0, 0), []).idle_fraction() == 1.0
 
 
 # ---- refusals and ends -----------------------------------------------------------------------------------------------------

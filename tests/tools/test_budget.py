@@ -13,7 +13,7 @@ from tiermem.precision import Precision
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import make_config
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.plan.planned import Activations, check_cap, plan_budget, saved_bytes_per_token, state_bytes
+from tiermem.tools.plan.planned import ActivationBytes, check_cap, plan_budget, saved_bytes_per_token, state_bytes
 from tiermem.tools.presets import ModelSizes, preset
 from tiermem.tools.words import Mistake
 
@@ -56,7 +56,7 @@ def test_a_llama_block_saves_what_the_formula_says(precision: str, num_key_value
 
 def test_the_terms_are_those_of_the_419m_model() -> None:
     budget = plan_budget(
-        1250 * MIB, 350 * MIB, Activations(ModelSizes.of(preset("419m")), 128, "bf16", "bf16", False, False)
+        1250 * MIB, 350 * MIB, ActivationBytes(ModelSizes.of(preset("419m")), 128, "bf16", "bf16", False, False)
     )
     terms = {term.what: term.num_bytes for term in budget.terms}
     assert terms["interpreter and libraries"] == 350 * MIB
@@ -72,7 +72,7 @@ def test_products_in_fp32_take_activations_of_fp32_and_gradients_of_bf16() -> No
     sizes = ModelSizes.of(preset("419m"))
     of = {
         (precision, compute): {
-            row.what: row.num_bytes for row in Activations(sizes, 128, precision, compute, False, False).rows()
+            row.what: row.num_bytes for row in ActivationBytes(sizes, 128, precision, compute, False, False).rows()
         }
         for precision, compute in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
     }
@@ -87,7 +87,9 @@ def test_products_in_fp32_take_activations_of_fp32_and_gradients_of_bf16() -> No
 def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:
     def host(num_layers: int) -> int:
         shape = preset("419m") | {"num_hidden_layers": num_layers}
-        return plan_budget(1 << 31, 0, Activations(ModelSizes.of(shape), 128, "bf16", "bf16", True, False)).left_bytes
+        return plan_budget(
+            1 << 31, 0, ActivationBytes(ModelSizes.of(shape), 128, "bf16", "bf16", True, False)
+        ).left_bytes
 
     inputs = 24 * 128 * 1024 * 2
     assert host(24) - host(48) == pytest.approx(inputs * 1.3, rel=1e-6)
@@ -138,7 +140,7 @@ def test_by_layer_block_inputs_and_hidden_states_of_all_micro_batches_are_counte
     hidden_bytes = num_tokens * sizes.hidden * 2
 
     def rows(at_once: int | None, home: Tier | None = None) -> dict[str, tuple[int, Tier]]:
-        found = Activations(sizes, num_tokens, "bf16", "bf16", True, True, at_once)
+        found = ActivationBytes(sizes, num_tokens, "bf16", "bf16", True, True, at_once)
         return {row.what: (row.num_bytes, row.tier) for row in found.rows(home)}
 
     assert rows(None)["activations"] == (sizes.num_layers * hidden_bytes, Tier.DEVICE)

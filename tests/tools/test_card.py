@@ -22,9 +22,9 @@ from tiermem.policy import Tier
 from tiermem.tools.job.train_job import make_config
 from tiermem.tools.measure.gpu_link import measure_memory
 from tiermem.tools.options import PlanOptions, TrainOptions
-from tiermem.tools.plan.card import Card, Room, choose_config
+from tiermem.tools.plan.card import Card, CardRoom, choose_config
 from tiermem.tools.plan.plan import EXIT_FITS, plan
-from tiermem.tools.plan.planned import Activations
+from tiermem.tools.plan.planned import ActivationBytes
 from tiermem.tools.presets import ModelSizes, preset
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -34,15 +34,15 @@ SPEED = Compute(1e-12, 2e-12), Rates(2e9, 1e9, link_bytes_s=1e9)
 CONFIG = make_config(TrainOptions(offload="cpu", precision="fp32"), [Path("/tmp")])
 
 
-def activations(num_tokens: int = 1024) -> Activations:
-    return Activations(ModelSizes.of(SHAPE), num_tokens, "fp32", "fp32", True, True)
+def activations(num_tokens: int = 1024) -> ActivationBytes:
+    return ActivationBytes(ModelSizes.of(SHAPE), num_tokens, "fp32", "fp32", True, True)
 
 
 def chosen(card_mib: int, speed: Any = SPEED, num_tokens: int = 1024, **own: Any) -> tuple[dict[str, Any], str]:
     """What is set in the config's own section, and the lines."""
     config = CONFIG | {"tiermem": CONFIG.get("tiermem", {}) | own}
     card = Card(card_mib * MIB, ())
-    found, how, said, _ = choose_config(config, SHAPE, speed, activations(num_tokens), Room(card, None))
+    found, how, said, _ = choose_config(config, SHAPE, speed, activations(num_tokens), CardRoom(card, None))
     assert (how is None) == (speed is None or not said)
     return {name: found["tiermem"].get(name) for name in ("device_bytes", "activations")}, "; ".join(said)
 

@@ -15,16 +15,16 @@ from tiermem.forecast.rates import Compute
 from tiermem.policy import Tier
 from tiermem.tools.job.train_job import make_config, with_host_bytes
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.plan.card import Room, choose_config, with_choice
-from tiermem.tools.plan.planned import Activations
+from tiermem.tools.plan.card import CardRoom, choose_config, with_choice
+from tiermem.tools.plan.planned import ActivationBytes
 from tiermem.tools.presets import ModelSizes, preset
 
 SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 SLOW_DISK = Rates(disk_read_bytes_s=0.2e9, disk_write_bytes_s=4e9)
 FAST_MATHS = Compute(1e-12, 2e-12)
-ON_CPU = Activations(ModelSizes.of(SHAPE), 128, "bf16", "bf16", False, False)
-GIVEN = (FAST_MATHS, SLOW_DISK), ON_CPU, Room(None, None)
+ON_CPU = ActivationBytes(ModelSizes.of(SHAPE), 128, "bf16", "bf16", False, False)
+GIVEN = (FAST_MATHS, SLOW_DISK), ON_CPU, CardRoom(None, None)
 
 
 def config(host_bytes: int | None = None) -> dict[str, Any]:

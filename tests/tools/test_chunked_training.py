@@ -14,7 +14,7 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.layers import chunked_loss
 from tiermem.tools.plan import planned
-from tiermem.tools.plan.planned import Activations, has_chunked_loss
+from tiermem.tools.plan.planned import ActivationBytes, has_chunked_loss
 from tiermem.tools.plan.prediction import build_model
 from tiermem.tools.presets import ModelSizes
 
@@ -65,7 +65,7 @@ def test_logits_of_a_long_sequence_take_a_chunk_of_the_plan() -> None:
     short, long = (
         next(
             row
-            for row in Activations(sizes, num_tokens, "bf16", "bf16", True, False).rows()
+            for row in ActivationBytes(sizes, num_tokens, "bf16", "bf16", True, False).rows()
             if row.what == "logits and loss"
         )
         for num_tokens in (512, 8192)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.tools.measure.machine import Written, endurance_lines, lines_of_run, parse_tbw
+from tiermem.tools.measure.machine import WrittenOnPath, endurance_lines, lines_of_run, parse_tbw
 
 GB, TB = 10**9, 10**12
 A, B = Path("/a"), Path("/b")
 
 
 def test_a_drive_s_life_is_counted_in_runs_steps_and_days() -> None:
-    (line,) = endurance_lines([Written(A, 12 * GB)], num_steps=10, seconds=864.0, tbw_bytes=600 * TB)
+    (line,) = endurance_lines([WrittenOnPath(A, 12 * GB)], num_steps=10, seconds=864.0, tbw_bytes=600 * TB)
     assert line == (
         "written to /a: 12.0 GB in this run, 1.20 GB per step; a drive of 600 TBW lasts 50,000 such runs, 500,000 steps, "
         "500 days at this rate"
@@ -21,19 +21,19 @@ def test_a_drive_s_life_is_counted_in_runs_steps_and_days() -> None:
 
 
 def test_without_a_drive_a_hundred_terabytes_are_spoken_of() -> None:
-    (line,) = endurance_lines([Written(A, 2 * GB)], num_steps=4, seconds=1.0)
+    (line,) = endurance_lines([WrittenOnPath(A, 2 * GB)], num_steps=4, seconds=1.0)
     assert line == (
         "written to /a: 2.00 GB in this run, 500 MB per step; every 100 TB of a drive's TBW are 200,000 such steps"
     )
 
 
 def test_a_run_without_steps_and_seconds_counts_runs_alone() -> None:
-    (line,) = endurance_lines([Written(A, 3 * GB)], 0, 0.0, 6 * TB)
+    (line,) = endurance_lines([WrittenOnPath(A, 3 * GB)], 0, 0.0, 6 * TB)
     assert line == "written to /a: 3.00 GB in this run; a drive of 6 TBW lasts 2,000 such runs"
 
 
 def test_several_paths_have_a_line_each_and_a_sum() -> None:
-    lines = endurance_lines([Written(A, GB), Written(B, 3 * GB)], 2, 1.0, 600 * TB)
+    lines = endurance_lines([WrittenOnPath(A, GB), WrittenOnPath(B, 3 * GB)], 2, 1.0, 600 * TB)
     assert [line.partition(":")[0] for line in lines] == [
         "written to /a",
         "written to /b",
@@ -43,23 +43,23 @@ def test_several_paths_have_a_line_each_and_a_sum() -> None:
 
 
 def test_a_path_that_was_not_written_has_no_wear() -> None:
-    lines = endurance_lines([Written(A, 0), Written(B, GB)], 2, 1.0, TB)
+    lines = endurance_lines([WrittenOnPath(A, 0), WrittenOnPath(B, GB)], 2, 1.0, TB)
     assert lines[0] == "written to /a: 0 B in this run: no wear"
     assert len(lines) == 2
 
 
 def test_an_older_store_says_what_it_was_written_in_all() -> None:
-    (line,) = endurance_lines([Written(A, GB, 5 * TB)], 1, 1.0)
+    (line,) = endurance_lines([WrittenOnPath(A, GB, 5 * TB)], 1, 1.0)
     assert "1.00 GB in this run, 1.00 GB per step (5.00 TB since the store was made);" in line
 
 
 def test_a_long_life_is_counted_in_years() -> None:
-    (line,) = endurance_lines([Written(A, GB)], 1, 86_400.0, 3652.5 * GB)  # type: ignore[arg-type]
+    (line,) = endurance_lines([WrittenOnPath(A, GB)], 1, 86_400.0, 3652.5 * GB)  # type: ignore[arg-type]
     assert line.endswith("10.0 years at this rate")
 
 
 def test_a_life_shorter_than_a_day_is_not_rounded_away() -> None:
-    (line,) = endurance_lines([Written(A, 2 * TB)], 4, 43_200.0, TB)
+    (line,) = endurance_lines([WrittenOnPath(A, 2 * TB)], 4, 43_200.0, TB)
     assert line.endswith("a drive of 1 TBW lasts 0.5 such runs, 2 steps, 0.25 days at this rate")
 
 
@@ -93,7 +93,7 @@ def test_what_steps_that_were_made_again_wrote_is_said_apart() -> None:
 
 
 def test_a_store_as_old_as_the_run_says_it_once() -> None:
-    (line,) = endurance_lines([Written(A, GB, GB)], 1, 1.0)
+    (line,) = endurance_lines([WrittenOnPath(A, GB, GB)], 1, 1.0)
     assert "since the store was made" not in line
 
 

@@ -171,7 +171,7 @@ def test_a_far_slower_disk_is_told_before_the_start(monkeypatch: pytest.MonkeyPa
 
     def said_of(disk_bytes_s: float) -> str | None:
         config = make_config(TrainOptions(offload="nvme", precision="bf16"), [Path("/mnt/slow")])
-        measured = prediction.Measured(Compute(1e-12, 2e-12), Rates(disk_bytes_s, disk_bytes_s))
+        measured = prediction.MeasuredRates(Compute(1e-12, 2e-12), Rates(disk_bytes_s, disk_bytes_s))
         wanted = dataclasses.replace(job(TINY), config=config, nvme_paths=["/mnt/slow"])
         scenario = Scenario(TINY, config, Cluster(1, 1), measured.rates, measured.compute, wanted.seq)
         return prediction.warn_of_disk(wanted, measured, plan_scenario(scenario, chooses=False).forecast.total_s)

@@ -77,15 +77,15 @@ def resume(tmp_path: Path, where: Path, **given: Any) -> Job:
 def test_tiles_that_an_accelerator_steps_are_those_of_the_saved_step(part: float, tmp_path: Path, text: Path) -> None:
     """Although the machine that goes on would choose others; what a config names is kept."""
     pytest.importorskip("transformers")
-    from tiermem.tools.plan.card import Card, Room, choose_config
-    from tiermem.tools.plan.planned import Activations
+    from tiermem.tools.plan.card import Card, CardRoom, choose_config
+    from tiermem.tools.plan.planned import ActivationBytes
 
     rates = Rates(1e9, 1e9, link_bytes_s=200e9, kernel_bytes_s=1e9)
     card = Card(24 << 30, ())
 
     def part_here(config: dict[str, Any]) -> float:
-        activations = Activations(ModelSizes.of(shape), 64, "bf16", "bf16", True, True)
-        chosen = choose_config(config, shape, (Compute(1e-12, 2e-12), rates), activations, Room(card, None))
+        activations = ActivationBytes(ModelSizes.of(shape), 64, "bf16", "bf16", True, True)
+        chosen = choose_config(config, shape, (Compute(1e-12, 2e-12), rates), activations, CardRoom(card, None))
         return float(chosen.config["tiermem"]["streamed_ratio"])
 
     job, shape = resume(tmp_path, saved(tmp_path / "ck", text, streamed_part=part)), preset("151m")

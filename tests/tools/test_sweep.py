@@ -9,7 +9,7 @@ import pytest
 from sweep_values import MIB, options, outcome, setting
 
 from tiermem.tools.bench.io import bytes_of, count_passes, is_witnessed, jobs_of, settings_of, sweep
-from tiermem.tools.bench.io_ranks import CannotRun, Job, Outcome, Ranks, Setting
+from tiermem.tools.bench.io_ranks import CannotRun, RankJob, RankOutcome, Ranks, Setting
 
 GIB = 1 << 30
 
@@ -18,10 +18,10 @@ class FakeRanks(Ranks):
     """Notes the jobs; cannot run what it is told."""
 
     def __init__(self, cannot: str = "") -> None:
-        self.jobs: list[Sequence[Job]] = []
+        self.jobs: list[Sequence[RankJob]] = []
         self._cannot = cannot
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def run(self, jobs: Sequence[RankJob]) -> list[RankOutcome]:
         """An outcome for each."""
         self.jobs.append(jobs)
         if jobs[0].setting.engine == self._cannot:

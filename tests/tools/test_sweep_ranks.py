@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
+from tiermem.tools.bench.io_ranks import CannotRun, RankJob, Ranks, Setting
 from tiermem.tools.measure.files import BenchFiles
 
 MIB = 1 << 20
@@ -34,9 +34,9 @@ def content(file: str) -> bytes:
 
 def job(
     files: BenchFiles, rank: int, mode: str = "write", io: tuple[str, int, int] = ("auto", MIB, 2), **changed: object
-) -> Job:
+) -> RankJob:
     """A job that moves the rank's file once. `io`: engine, block_bytes, depth."""
-    plain = Job(
+    plain = RankJob(
         Setting(mode, *io, 1, str(files.paths[0]), (0,)),
         files=(files.name(0, rank, mode),),
         folders=(str(files.paths[0]),),

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 from sweep_values import MIB, outcome, setting
 
-from tiermem.tools.bench.io_ranks import Outcome
+from tiermem.tools.bench.io_ranks import RankOutcome
 from tiermem.tools.bench.io_report import (
     CSV_COLUMNS,
-    Measured,
+    MeasuredRow,
     add_witness,
     best_of,
     byte_counts,
@@ -32,8 +32,8 @@ from tiermem.tools.words import check_outputs, save_json
 GB = 10**9
 
 
-def row(mode: str = "read", *loops: list[Outcome], **changed: Any) -> dict[str, Any]:
-    return row_of(Measured(setting(mode, **changed), True, list(loops)))
+def row(mode: str = "read", *loops: list[RankOutcome], **changed: Any) -> dict[str, Any]:
+    return row_of(MeasuredRow(setting(mode, **changed), True, list(loops)))
 
 
 def test_a_rate_is_the_median_of_its_loops() -> None:
@@ -67,7 +67,7 @@ def test_cpu_time_is_per_gigabyte_and_per_block() -> None:
 
 
 def test_a_row_without_figures_keeps_its_keys_and_its_reason() -> None:
-    refused = Measured(setting(), True, error="no ring here")
+    refused = MeasuredRow(setting(), True, error="no ring here")
     found = row_of(refused)
     assert found["gbps_median"] is None
     assert found["error"] == "no ring here"
@@ -112,13 +112,13 @@ def test_the_best_of_a_mode_is_its_highest_median() -> None:
     rows = [
         row(mode, [outcome(read=size * GB)]) for mode, size in (("read", 1), ("read", 3), ("read", 2), ("write", 1))
     ]
-    rows.append(row_of(Measured(setting("mixed"), True, error="no")))
+    rows.append(row_of(MeasuredRow(setting("mixed"), True, error="no")))
     assert best_of(rows) == {"read": rows[1], "write": rows[3]}
 
 
 def test_bytes_past_the_page_cache_are_counted_and_others_not() -> None:
-    direct = Measured(setting(), True, [[outcome(read=GB, written=5, kernel=IoCounts(7, 5))]])
-    buffered = Measured(setting(), False, [[outcome(read=GB)]])
+    direct = MeasuredRow(setting(), True, [[outcome(read=GB, written=5, kernel=IoCounts(7, 5))]])
+    buffered = MeasuredRow(setting(), False, [[outcome(read=GB)]])
     assert byte_counts([direct, buffered]) == (IoCounts(GB, 5), IoCounts(7, 5))
 
 
@@ -147,8 +147,8 @@ def test_bytes_that_the_kernel_counts_otherwise_are_told() -> None:
 
 
 def test_buffered_files_and_engines_that_cannot_run_are_told() -> None:
-    buffered = row_of(Measured(setting(), False, [[outcome(read=GB)]]))
-    refused = row_of(Measured(setting(engine="aio"), True, error="aio-max-nr"))
+    buffered = row_of(MeasuredRow(setting(), False, [[outcome(read=GB)]]))
+    refused = row_of(MeasuredRow(setting(engine="aio"), True, error="aio-max-nr"))
     said = notes(buffered, refused, refused)
     assert sum("aio cannot run here: aio-max-nr" in note for note in said) == 1
     assert any("/a: buffered" in note for note in said)

@@ -27,7 +27,7 @@ from transformers.utils import logging as progress
 from tiermem.engine.checkpoints import Batch, Entries, save_weights
 from tiermem.run.shards import Shards
 from tiermem.swap.store.stream import FileReader
-from tiermem.weights_io import Stored, WeightEntry, find_files, load_safetensors, put_value, read_header
+from tiermem.weights_io import StoredTensor, WeightEntry, find_files, load_safetensors, put_value, read_header
 
 
 def _from_version_5(name: str) -> Any:
@@ -171,7 +171,7 @@ def load_pretrained_weights(model: nn.Module, path: Path, may_lack: bool = False
 class _Lazy:
     """A tensor of a file that is read when transformers takes its values."""
 
-    def __init__(self, reader: FileReader, stored: Stored) -> None:
+    def __init__(self, reader: FileReader, stored: StoredTensor) -> None:
         self._reader, self._stored = reader, stored
         self.dtype, self.shape = stored.dtype, torch.Size(stored.shape)
 
@@ -183,7 +183,10 @@ class _Lazy:
 
 
 def _converted(
-    model: nn.Module, stored: Mapping[str, tuple[Path, Stored]], readers: Mapping[Path, FileReader], quantizer: Any
+    model: nn.Module,
+    stored: Mapping[str, tuple[Path, StoredTensor]],
+    readers: Mapping[Path, FileReader],
+    quantizer: Any,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, value) of the model's parameters and buffers. One batch is in memory at a time. Raises ValueError."""
     receiver = _on_meta(model)

@@ -22,7 +22,7 @@ from tiermem.swap.base.parts import Q8_BLOCK, num_scales
 from tiermem.swap.base.ranges import ByteRange, Column, round_up, within
 from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.memory.accelerator import is_accelerator
-from tiermem.units.state_layout import MASTER, SCALES, Run, StateLayout, StatePart, planned_layout
+from tiermem.units.state_layout import MASTER, SCALES, StateLayout, StatePart, StateRange, planned_layout
 from tiermem.units.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.weights.unit_state import LiveUnit
 
@@ -212,7 +212,7 @@ def _cut_by(end: int, whole: Sequence[Shard]) -> Shard | None:
 # ---- checksums -------------------------------------------------------------------------------------------------------
 
 
-def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterator[Run]:
+def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterator[StateRange]:
     """The byte ranges of a tile's entry that get a checksum each, in the order of the entry.
 
         [ master: a, b, c | moment 0: a, b, c | moment 1 codes: a, b, c | its scales: a, b, c ]    of parameters a, b, c
@@ -235,7 +235,7 @@ def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterat
                 else:
                     itemsize = 1 if state.kind == "8bit" else state.num_bytes(1)
                     first_byte, grain = itemsize * part.first_element(shard_rank), (itemsize, 1)
-                yield Run(shard, name, place.offset, first_byte, place.num_bytes, *grain, column)
+                yield StateRange(shard, name, place.offset, first_byte, place.num_bytes, *grain, column)
 
 
 def _state_name(moments_of: MomentsOf, shard: Shard, number: int, suffix: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tiermem.plans.plan import CONTEXT, Choice, Plan, Planner, format_mib
+from tiermem.plans.plan import CONTEXT, Plan, PlanChoice, Planner, format_mib
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import Topology
@@ -235,7 +235,7 @@ class _Maker:
                 return dataclasses.replace(plan, lacks="" if plan.may_attempt else self._lacks(planner, choice))
         return None
 
-    def _lacks(self, planner: Planner, choice: Choice) -> str:
+    def _lacks(self, planner: Planner, choice: PlanChoice) -> str:
         """What steps under backward lack, in words, where they are wanted and the plan of a choice has no room for them."""
         policy = self._policy
         if not planner.wants_attempts:
@@ -255,7 +255,7 @@ class _Maker:
         size = f"{enough} ({format_mib(enough)} a node)"
         return f"host_bytes, which {given}, and {size} has room for twice what rests in memory"
 
-    def _choices(self, planner: Planner) -> list[Choice]:
+    def _choices(self, planner: Planner) -> list[PlanChoice]:
         """The choices, best first."""
         if (now := self._now) is None:
             return planner.choices()

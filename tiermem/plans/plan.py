@@ -57,7 +57,7 @@ class Row(NamedTuple):
     why: str
 
 
-class Choice(NamedTuple):
+class PlanChoice(NamedTuple):
     """What a budget leaves open."""
 
     grads: Tier | None  # the tier of gradients; None: they are not kept
@@ -89,7 +89,7 @@ class Plan:
     """
 
     rows: list[Row]
-    choice: Choice
+    choice: PlanChoice
     host_bytes: int  # all HOST rows
     arena_bytes: int  # those that are carved from the arena; the others are the driver's and torch's
     device_bytes: int  # all DEVICE rows, on an accelerator
@@ -261,7 +261,7 @@ class Planner:
         self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[PlanChoice]:
         """All choices, best first."""
         policy = self._policy
         aheads = [0] if policy.gather_way == "single" else [USUAL_UNITS_AHEAD, 1]
@@ -271,7 +271,9 @@ class Planner:
             policy, policy.tile_buffers, usual_tile_buffers(policy.pipeline_read, policy.pipeline_write)
         )
         attempts = [True, False] if self._drafted else [True]
-        found = [Choice(*fields) for fields in itertools.product(self._grad_homes, counts, buffers, tiles, attempts)]
+        found = [
+            PlanChoice(*fields) for fields in itertools.product(self._grad_homes, counts, buffers, tiles, attempts)
+        ]
         is_asked = policy.overlap == "backward"  # other things make room for it then
         return sorted(found, key=lambda choice: is_asked and not choice.attempts)
 
@@ -295,7 +297,7 @@ class Planner:
         states = sum(_page(size) * count for size, count in state_sizes(unit, tile_numel, self._policy))
         return _page(unit.shard_bytes), states
 
-    def plan(self, choice: Choice, resident_bytes: int, room_bytes: int = 0, drafted: Collection[int] = ()) -> Plan:
+    def plan(self, choice: PlanChoice, resident_bytes: int, room_bytes: int = 0, drafted: Collection[int] = ()) -> Plan:
         """The plan of one choice, also when it exceeds the budget.
 
         room_bytes: HOST memory for activations, where the policy does not say how much. drafted: see `drafted_within`.

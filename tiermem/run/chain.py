@@ -95,7 +95,7 @@ class Arguments(NamedTuple):
 # ---- finding a chain -------------------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _ChainCall(NamedTuple):
     """One call of a block while the chain is looked for."""
 
     place: str
@@ -152,7 +152,7 @@ def find_chain(model: nn.Module, run: Callable[[], Any]) -> Chain:
     container = max(_containers(model), key=_numel, default=None)
     if container is None:
         raise no_chain(f"this {type(model).__name__} has no ModuleList or Sequential of two or more modules")
-    watch = _Watch(container)
+    watch = _ChainWatch(container)
     with watch.watching(), torch.no_grad():
         run()
     names = {module: name for name, module in model.named_modules()}
@@ -173,12 +173,12 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-class _Watch:
+class _ChainWatch:
     """Records the calls of a container's modules."""
 
     def __init__(self, container: nn.Module) -> None:
         self._blocks = dict(container.named_children())
-        self._calls: list[_Call] = []
+        self._calls: list[_ChainCall] = []
         self._outputs: list[tuple[Sequence[Any], TreeSpec]] = []  # of every call; of tensors shape and dtype
         self._last: Sequence[Any] = ()  # the leaves of the output of the last call
 
@@ -249,7 +249,7 @@ class _Watch:
             leaves = tree_leaves((args, kwargs))
             pairs = enumerate(leaves)
             same = [(i, j) for i, leaf in pairs for j, out in enumerate(self._last) if _is_tensor(leaf) and leaf is out]
-            self._calls.append(_Call(place, [_shown(leaf) for leaf in leaves], same))
+            self._calls.append(_ChainCall(place, [_shown(leaf) for leaf in leaves], same))
 
         return begin
 

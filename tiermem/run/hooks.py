@@ -54,7 +54,7 @@ from tiermem.units.registry import Uncopied
 from tiermem.units.unit import reads_weights_again
 from tiermem.weights import backward_marks as marks
 from tiermem.weights.absent import RestingParameter, RestingView, without_loans
-from tiermem.weights.prefetcher import Frame, Prefetcher, Use, Uses
+from tiermem.weights.prefetcher import Frame, Prefetcher, UnitUse, Uses
 from tiermem.weights.step_run import StepRun
 from tiermem.weights.unit_state import LiveUnit, needed_by_module, reset_all
 
@@ -92,7 +92,7 @@ class Hooks(Uncopied):
         self._store = store
         self._homes = homes
         self._uses = Uses(units)
-        self._held: dict[Use, None] = {}  # in their order: uses whose units the backward under way holds
+        self._held: dict[UnitUse, None] = {}  # in their order: uses whose units the backward under way holds
         self._frames: list[Frame] = []  # forwards under way, the innermost last
         # At most one: the outermost forward under way. A dict, since `setdefault` is one step.
         self._call: dict[str, _Call] = {}
@@ -179,7 +179,7 @@ class Hooks(Uncopied):
             return frame
         if marks.in_backward():
             self._uses.promise(frame.needed, -1)
-        use = frame.use = Use(frame.needed, reads_again)
+        use = frame.use = UnitUse(frame.needed, reads_again)
         if not frame.needed:
             return frame
         use.entered = next(self._clock)
@@ -374,7 +374,7 @@ class Hooks(Uncopied):
 
     def _lend_to(self, frame: Frame | None, live: LiveUnit) -> None:
         if frame is None:
-            use = Use([live])  # no forward is under way: held until backward ends
+            use = UnitUse([live])  # no forward is under way: held until backward ends
             use.left = next(self._clock)
             self._hold(use)
             return
@@ -385,7 +385,7 @@ class Hooks(Uncopied):
 
     # ---- backward ----------------------------------------------------------------------------------------------------------
 
-    def answer(self, use: Use) -> None:
+    def answer(self, use: UnitUse) -> None:
         """A use's backward has been computed: releases its units, and receives their gradients if they are final."""
         use.answered_in = self.num_backwards
         self._uses.answer(use)
@@ -433,7 +433,7 @@ class Hooks(Uncopied):
                     self._homes.show(live.unit)
         self._ending = None
 
-    def _hold(self, use: Use, grad: torch.Tensor | None = None) -> None:
+    def _hold(self, use: UnitUse, grad: torch.Tensor | None = None) -> None:
         """The gradient of a tensor that a forward returned has come: holds the use's units for its backward."""
         self.watch_backward()
         if use in self._held or use.answered_in == self.num_backwards:
@@ -448,7 +448,7 @@ class Hooks(Uncopied):
             self.prefetcher.acquire(live)
         use.start_ns = time.monotonic_ns()
 
-    def _computed(self, use: Use, grad: torch.Tensor) -> None:
+    def _computed(self, use: UnitUse, grad: torch.Tensor) -> None:
         """The gradient of an input of a forward has come, perhaps of another use of this input: answers the use."""
         self.watch_backward()
         if use.answered_in != self.num_backwards:
@@ -456,7 +456,7 @@ class Hooks(Uncopied):
         if grad.requires_grad:  # a second backward through this one begins here
             marks.mark([grad], use, self._hold)
 
-    def _computed_to_a_leaf(self, use: Use, grad: torch.Tensor) -> None:
+    def _computed_to_a_leaf(self, use: UnitUse, grad: torch.Tensor) -> None:
         """The gradient of a leaf input has come; the order relative to gradients of parameters used beside it is not known.
 
         Reentrant checkpointing makes its inputs leaves of an inner backward. At the end of that backward all have come.
@@ -466,7 +466,7 @@ class Hooks(Uncopied):
         else:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._computed(use, grad))
 
-    def _let_go(self, use: Use, grad: torch.Tensor | None = None) -> None:
+    def _let_go(self, use: UnitUse, grad: torch.Tensor | None = None) -> None:
         """A use's backward, or a second backward through it, has passed the forward's operations: releases the units."""
         if use in self._held:
             del self._held[use]
@@ -474,7 +474,7 @@ class Hooks(Uncopied):
             for live in use.needed_again:
                 self.prefetcher.release(live)
 
-    def _record(self, phase: str, use: Use) -> None:
+    def _record(self, phase: str, use: UnitUse) -> None:
         for live in use.units:
             self._store.recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, time.monotonic_ns())
 

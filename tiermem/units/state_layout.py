@@ -226,7 +226,7 @@ BLOCK_BYTES = 1 << 20
 WEIGHT, SCALES = "weight", ".scales"
 
 
-class Run(NamedTuple):
+class StateRange(NamedTuple):
     """Bytes of an entry that are contiguous in one state of one parameter as well."""
 
     shard: Shard
@@ -276,7 +276,7 @@ class StatePieces:
     runs: in the order of their bytes in the entry.
     """
 
-    def __init__(self, runs: Iterable[Run]) -> None:
+    def __init__(self, runs: Iterable[StateRange]) -> None:
         self.runs = [run for run in runs if run.num_bytes]
         cut = [_cut(run) for run in self.runs]
         self._first_piece = np.cumsum([0, *map(len, cut)]).tolist()
@@ -295,7 +295,7 @@ class StatePieces:
         return StatePiece(run.shard.name, run.state() or "an unused state", start, stop, run.shard.num_steps)
 
 
-def weight_runs(unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int] = ()) -> Iterator[Run]:
+def weight_runs(unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int] = ()) -> Iterator[StateRange]:
     """The runs of a unit's entry on NVMe that hold this rank's weights.
 
     strip: elements of a strip; cuts: elements of its shard layout, ascending, at which tiles divide it.
@@ -309,19 +309,19 @@ def weight_runs(unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int] = (
             first = part.first_element(shard_rank)
             column = Column(ByteRange(span.start * size, (span.stop - span.start) * size), strip * size)
             places = part.in_unit.start * size, first * size, part.numel * size
-            yield Run(part.shard, _weight, *places, size, column=column)
+            yield StateRange(part.shard, _weight, *places, size, column=column)
 
 
-def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[Run]:
+def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[StateRange]:
     """Codes of all parameters, then their scales; a scale of 4 bytes for each block of a rank's part."""
     grain = 8 // form.code_bits  # elements of a byte
     places = [byte_ranges(unit.packed_numel, s.shard_offset, s.shard_offset + s.shard_numel, form) for s in unit.shards]
     for shard, (codes, _) in zip(unit.shards, places, strict=True):
         first, own = shard_rank * shard.shard_numel // grain, -(-own_numel(shard, shard_rank) // grain)
-        yield Run(shard, _weight, codes.start, first, own, 1, grain)
+        yield StateRange(shard, _weight, codes.start, first, own, 1, grain)
     for shard, (_, scales) in zip(unit.shards, places, strict=True):
         first, own = shard_rank * -(-shard.shard_numel // BLOCK), -(-own_numel(shard, shard_rank) // BLOCK)
-        yield Run(shard, _weight_scales, scales.start, first * 4, own * 4, 4, BLOCK)
+        yield StateRange(shard, _weight_scales, scales.start, first * 4, own * 4, 4, BLOCK)
 
 
 def _weight() -> str:
@@ -332,7 +332,7 @@ def _weight_scales() -> str:
     return WEIGHT + SCALES
 
 
-def _cut(run: Run) -> Numbers:
+def _cut(run: StateRange) -> Numbers:
     """The first bytes of a run's pieces, in the state of the whole parameter."""
     end = run.first_byte + run.num_bytes
     cuts: list[Numbers] = [
@@ -345,6 +345,6 @@ def _cut(run: Run) -> Numbers:
     return np.unique(np.concatenate(cuts)).astype(np.int64)
 
 
-def _element(run: Run, byte: int) -> int:
+def _element(run: StateRange, byte: int) -> int:
     """The element at a byte of a state. Blocks of elements with one scale are counted on each rank from its first element."""
     return min(byte // run.grain_bytes * run.grain_numel, run.shard.numel)

@@ -102,7 +102,7 @@ class Order:
 # ---- unanswered uses -------------------------------------------------------------------------------------------------
 
 
-class Use:
+class UnitUse:
     """One forward of a module with gradients: its units, and whether backward has asked for them.
 
     Backward reads the weights of a use again, except those of an Embedding, whose gradient depends on the indices alone. So
@@ -132,7 +132,7 @@ class Frame:
 
     def __init__(self, needed: Sequence[LiveUnit]) -> None:
         self.needed = needed
-        self.use: Use | None = None  # None: the forward runs without gradients
+        self.use: UnitUse | None = None  # None: the forward runs without gradients
         self.borrowed: list[LiveUnit] = []
 
 
@@ -145,22 +145,22 @@ class Uses:
     """
 
     def __init__(self, units: Sequence[LiveUnit]) -> None:
-        self._open: dict[int, weakref.WeakSet[Use]] = {live.unit.index: weakref.WeakSet() for live in units}
+        self._open: dict[int, weakref.WeakSet[UnitUse]] = {live.unit.index: weakref.WeakSet() for live in units}
         self._promised: dict[int, int] = dict.fromkeys(self._open, 0)
 
-    def add(self, use: Use) -> None:
+    def add(self, use: UnitUse) -> None:
         """Registers a use that backward has to answer; may be repeated for the same use."""
         for live in use.units:
             self._open[live.unit.index].add(use)
 
-    def extend(self, use: Use, live: LiveUnit) -> None:
+    def extend(self, use: UnitUse, live: LiveUnit) -> None:
         """Adds a unit to a use, for a function whose backward may read the unit."""
         if live not in use.units:
             use.units.append(live)
             use.reads_again = True
             self._open[live.unit.index].add(use)
 
-    def answer(self, use: Use) -> None:
+    def answer(self, use: UnitUse) -> None:
         """Notes that backward has answered a use."""
         for live in use.units:
             self._open[live.unit.index].discard(use)

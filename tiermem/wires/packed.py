@@ -200,19 +200,19 @@ def start_packed_reduction(
     """
     across, within = topology.across, topology.within
     if across is None or within is None:
-        whole = _Exchange(topology, columns.view(topology.num_shards, -1), what, "shard", number, carving)
+        whole = _PackedExchange(topology, columns.view(topology.num_shards, -1), what, "shard", number, carving)
         return whole.pending, whole.sum
     by_node = columns.view(across.size, within.size, -1).transpose(0, 1)
     rows = carving.take(columns.dtype, *by_node.shape).copy_(by_node).view(within.size, -1)
-    near = _Exchange(topology, rows, what, "within", number, carving)
+    near = _PackedExchange(topology, rows, what, "within", number, carving)
 
     def finish() -> torch.Tensor:
-        return _Exchange(topology, near.sum().view(across.size, -1), what, "across", number, carving).sum()
+        return _PackedExchange(topology, near.sum().view(across.size, -1), what, "across", number, carving).sum()
 
     return near.pending, finish
 
 
-class _Exchange:
+class _PackedExchange:
     """Sends its packed row to each rank of a dimension, and receives one from each."""
 
     def __init__(

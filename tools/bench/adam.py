@@ -46,7 +46,7 @@ from tiermem.tools.words import format_bytes, stopped_by_sigterm
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "split": torch.int16, "8bit": torch.uint8}
 
 
-class Stream(NamedTuple):
+class MemoryStream(NamedTuple):
     """An array that a step passes over: bytes per element, and whether it is read, written or both (r, w, rw)."""
 
     num_bytes: int
@@ -87,14 +87,21 @@ class AdamRow:
         return self.weight if self.weight == self.master == self.moments == self.grads else None
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[MemoryStream]:
         """The arrays of a step."""
         kinds = (self.weight, self.master, self.moments, self.grads)
         weight, master, moment, grad = (_DTYPES[kind].itemsize for kind in kinds)
-        masters = [] if self.master == self.weight else [Stream(master, "rw")]
-        weights = [Stream(weight, "w" if masters and self.master == "fp32" else "rw")]
-        norm = [Stream(grad, "r")] if self.kind == "whole" else []
-        return [*weights, *masters, Stream(moment, "rw"), Stream(moment, "rw"), Stream(grad, "r"), *norm]
+        masters = [] if self.master == self.weight else [MemoryStream(master, "rw")]
+        weights = [MemoryStream(weight, "w" if masters and self.master == "fp32" else "rw")]
+        norm = [MemoryStream(grad, "r")] if self.kind == "whole" else []
+        return [
+            *weights,
+            *masters,
+            MemoryStream(moment, "rw"),
+            MemoryStream(moment, "rw"),
+            MemoryStream(grad, "r"),
+            *norm,
+        ]
 
     @property
     def stream_bytes(self) -> int:

@@ -34,7 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, file_system_of
 from tiermem.tools.bench import io_report
-from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
+from tiermem.tools.bench.io_ranks import CannotRun, RankJob, Ranks, Setting
 from tiermem.tools.bench.witnesses import FioWitness, Witness, bare_witness, peer_witness
 from tiermem.tools.measure.files import BenchFiles, check_memory, check_room, memory_backed, why_unmeasured
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
@@ -180,12 +180,12 @@ def sweep(
     ranks: Ranks,
     witnesses: Sequence[Witness] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> list[io_report.Measured]:
+) -> list[io_report.MeasuredRow]:
     """Measures every setting in every loop ("sustained": once). Blocks; raises OSError when a transfer fails.
 
     A setting whose engine cannot run gets its reason and is not tried again.
     """
-    measured = {setting: io_report.Measured(setting, files.is_direct(setting.places)) for setting in settings}
+    measured = {setting: io_report.MeasuredRow(setting, files.is_direct(setting.places)) for setting in settings}
     for setting, witness, loop in _turns(settings, options.loops, witnesses):
         if witness is not None:
             progress(f"{witness.name}, {setting.describe()}")
@@ -226,10 +226,10 @@ def is_witnessed(setting: Setting) -> bool:
     return setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, "random")
 
 
-def jobs_of(setting: Setting, options: IoBenchOptions, files: BenchFiles, seed: int = 0) -> list[Job]:
+def jobs_of(setting: Setting, options: IoBenchOptions, files: BenchFiles, seed: int = 0) -> list[RankJob]:
     """The job of each rank."""
     return [
-        Job(
+        RankJob(
             setting,
             files=tuple(files.name(place, rank, setting.mode) for place in setting.places),
             folders=tuple(str(files.paths[place]) for place in setting.places),

@@ -54,7 +54,7 @@ class Setting(NamedTuple):
         return f"{self.mode} {self.engine}, {self.block_bytes >> 10} KiB x {self.depth}, {ranks}, {self.path}"
 
 
-class Job(NamedTuple):
+class RankJob(NamedTuple):
     """One pass of one rank. Its files are opened by these names, which may be those of descriptors in /proc."""
 
     setting: Setting
@@ -74,7 +74,7 @@ class Job(NamedTuple):
         return IoSettings(self.setting.engine, self.setting.block_bytes, self.setting.depth, self.threads)
 
 
-class Outcome(NamedTuple):
+class RankOutcome(NamedTuple):
     """What a pass took. Times of day are CLOCK_MONOTONIC, the same for all processes."""
 
     start_s: float
@@ -211,7 +211,7 @@ class Ranks(AbstractContextManager["Ranks"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def run(self, jobs: Sequence[RankJob]) -> list[RankOutcome]:
         """Does a job on each of the first ranks, together. Blocks.
 
         Raises CannotRun, then nothing was moved; OSError when a transfer failed or a rank died.
@@ -294,7 +294,7 @@ def _unwind(*_: object) -> None:
     sys.exit(1)
 
 
-def _obey(connection: Connection, job: Job) -> None:
+def _obey(connection: Connection, job: RankJob) -> None:
     signal.signal(signal.SIGTERM, _unwind)
     try:
         with prepare(job) as run:
@@ -319,7 +319,7 @@ def _obey(connection: Connection, job: Job) -> None:
 
 
 @contextlib.contextmanager
-def prepare(job: Job) -> Iterator[Callable[[], Outcome]]:
+def prepare(job: RankJob) -> Iterator[Callable[[], RankOutcome]]:
     """Opens what a job needs; yields what does it. Raises OSError and ValueError."""
     io = job.io
     with contextlib.ExitStack() as closing:
@@ -333,7 +333,7 @@ def prepare(job: Job) -> Iterator[Callable[[], Outcome]]:
         yield lambda: _measure(several, job)
 
 
-def _open(job: Job, file: str, closing: contextlib.ExitStack) -> int:
+def _open(job: RankJob, file: str, closing: contextlib.ExitStack) -> int:
     fd = os.open(file, os.O_RDWR | (os.O_DIRECT if job.is_direct else 0))
     closing.callback(os.close, fd)
     if not job.is_direct:  # the page cache would answer
@@ -342,7 +342,7 @@ def _open(job: Job, file: str, closing: contextlib.ExitStack) -> int:
     return fd
 
 
-def _measure(several: list[Passes], job: Job) -> Outcome:
+def _measure(several: list[Passes], job: RankJob) -> RankOutcome:
     """Moves the job's bytes on all files at once; each takes what it can of them."""
     quota, mode = Quota(job.num_bytes), job.setting.mode
     if mode == "sustained":
@@ -359,7 +359,7 @@ def _measure(several: list[Passes], job: Job) -> Outcome:
     return outcome._replace(series=tuple(quota.series)) if isinstance(quota, _Metered) else outcome
 
 
-def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: Job) -> Outcome:
+def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: RankJob) -> RankOutcome:
     """Tensors through the store, and beside each kind of pass the sequential one that moves as much."""
 
     def beside(mode: str) -> float:
@@ -412,14 +412,14 @@ class _Gauge:
         self._kernel = kernel_counts()
         self._usage, self._start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
 
-    def outcome(self, moved: IoCounts) -> Outcome:
+    def outcome(self, moved: IoCounts) -> RankOutcome:
         """What was read and written from then to now, and at what cost."""
         end_s, usage = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
         kernel = kernel_counts().since(self._kernel)
         latencies, counters = self._look()
         pairs = list(zip(self._counters, counters, strict=True))
         busy_s = sum(after.busy_ns - before.busy_ns for before, after in pairs) / 1e9
-        return Outcome(
+        return RankOutcome(
             start_s=self._start_s,
             end_s=end_s,
             moved=moved,

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from tiermem.swap.base.native import latency_edges
 from tiermem.swap.disk import durable
-from tiermem.tools.bench.io_ranks import Outcome, Setting
+from tiermem.tools.bench.io_ranks import RankOutcome, Setting
 from tiermem.tools.measure.sustained import find_knee
 from tiermem.tools.record.plots import save_figure
 from tiermem.tools.record.reports import table
@@ -62,12 +62,12 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass
-class Measured:
+class MeasuredRow:
     """What came of one setting: an outcome per rank and loop, or why there is none."""
 
     setting: Setting
     is_direct: bool
-    outcomes: list[list[Outcome]] = dataclasses.field(default_factory=list)
+    outcomes: list[list[RankOutcome]] = dataclasses.field(default_factory=list)
     error: str | None = None
 
     def gbps(self) -> list[float]:
@@ -80,7 +80,7 @@ class Measured:
         ]
 
 
-def row_of(measured: Measured) -> Row:
+def row_of(measured: MeasuredRow) -> Row:
     """The row as JSON takes it."""
     row, rates = dict.fromkeys(CSV_COLUMNS) | measured.setting._asdict(), measured.gbps()
     del row["places"]
@@ -137,7 +137,7 @@ def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {mode: max((r for r in measured if r["mode"] == mode), key=itemgetter("gbps_median")) for mode in modes}
 
 
-def byte_counts(measured: Sequence[Measured]) -> tuple[IoCounts, IoCounts]:
+def byte_counts(measured: Sequence[MeasuredRow]) -> tuple[IoCounts, IoCounts]:
     """Bytes moved past the page cache, as the passes count them and as the kernel does."""
     direct = [outcome for each in measured if each.is_direct for outcomes in each.outcomes for outcome in outcomes]
     return IoCounts.total(o.moved for o in direct), IoCounts.total(o.kernel for o in direct)
@@ -147,7 +147,7 @@ def _spread_of(rates: Sequence[float]) -> dict[str, float]:
     return {"gbps_median": statistics.median(rates), "gbps_min": min(rates), "gbps_max": max(rates)}
 
 
-def _shares(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _shares(outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
     """What tensors through the store reach of the sequential pass beside them: medians of each kind."""
     found: dict[str, Any] = {}
     for kind in zip(*(outcome.shares for outcome in outcomes), strict=True):
@@ -158,7 +158,7 @@ def _shares(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return found
 
 
-def _sustained(outcome: Outcome, row: dict[str, Any]) -> dict[str, Any]:
+def _sustained(outcome: RankOutcome, row: dict[str, Any]) -> dict[str, Any]:
     """The series of a sustained write, its spread as the row's, and where it drops."""
     if len(outcome.series) < 2:
         return {}

@@ -29,13 +29,13 @@ def main() -> int:
     """Obeys commands on stdin until `quit`, and answers each with a line; 1 after an error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what DeepSpeed prints on stdout is no answer
-    operator: Adam | Aio | None = None
+    operator: PeerAdam | Aio | None = None
     for line in sys.stdin:
         words = line.split()
         if words == ["quit"]:
             return 0
         try:
-            operator = operator or {"adam": Adam, "aio": Aio}[sys.argv[1]](*sys.argv[2:])
+            operator = operator or {"adam": PeerAdam, "aio": Aio}[sys.argv[1]](*sys.argv[2:])
             answers.write(f"{operator.obey(*words)}\n")
         except Exception as error:  # whatever it is, the benchmark shall hear of it
             answers.write(f"error {type(error).__name__}: {' '.join(str(error).split())}\n")
@@ -97,7 +97,7 @@ _PAGE_BYTES = 4096
 SCALE, MAX_NORM = 1024.0, 1.0
 
 
-class Adam:
+class PeerAdam:
     """The arrays of one kind, kept between passes."""
 
     def __init__(self) -> None:

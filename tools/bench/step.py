@@ -27,7 +27,7 @@ from tiermem.tools.bench.stepped_model import (
     state_bytes_of,
 )
 from tiermem.tools.measure.files import check_memory, check_room
-from tiermem.tools.measure.machine import Written, caption, endurance_lines, machine_facts
+from tiermem.tools.measure.machine import WrittenOnPath, caption, endurance_lines, machine_facts
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
@@ -255,7 +255,7 @@ def _endurance(model: SteppedModel, options: StepBenchOptions) -> list[str]:
     """What the timed steps wrote: neither building the models nor the yardstick is what training does."""
     steps = [step for several in model.steps.values() for step in several]
     written = [
-        Written(path, sum(step.moved[place].written_bytes for step in steps))
+        WrittenOnPath(path, sum(step.moved[place].written_bytes for step in steps))
         for place, path in enumerate(options.paths)
     ]
     return endurance_lines(written, len(steps), sum(step.seconds for step in steps), options.tbw_bytes)

@@ -76,7 +76,7 @@ class Pipelining(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepRun:
+class TimedStep:
     """What one step took and moved."""
 
     start_ns: int
@@ -141,7 +141,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         except BaseException:
             self._shards.close()
             raise
-        self.steps: dict[Pipelining, list[StepRun]] = {way: [] for way in ways}
+        self.steps: dict[Pipelining, list[TimedStep]] = {way: [] for way in ways}
         self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in SETTINGS}
         self.tile_names = [f"tile {tile.entry}" for tile in tiles]
         state_bytes = sum(tile.state_bytes for tile in tiles)
@@ -167,7 +167,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
     def __exit__(self, *_: object) -> None:
         self._shards.close()
 
-    def step(self, pipelining: Pipelining) -> StepRun:
+    def step(self, pipelining: Pipelining) -> TimedStep:
         """Makes one step with the pipeline switched so. Blocks; raises OSError."""
         recorder = self._shards.store.recorder
         self._shards.switch_pipeline(*pipelining)
@@ -178,7 +178,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         end_ns = time.monotonic_ns()
         kernel = kernel_counts().since(kernel_before)
         moved = tuple(now.since(then) for now, then in zip(self._counts(), before, strict=True))
-        return StepRun(start_ns, end_ns, moved, kernel, [Span(*event) for event in recorder.events])
+        return TimedStep(start_ns, end_ns, moved, kernel, [Span(*event) for event in recorder.events])
 
     def _give_gradients(self) -> None:
         for live in self._shards.units:
@@ -320,7 +320,7 @@ _READ_COLOUR, _WRITE_COLOUR, _GREY = "#2a788e", "#e07b39", "#666666"
 
 
 def draw_tiles(
-    step: StepRun, tile_names: Sequence[str], figures: Mapping[str, Any], caption: str, file: Path, made_by: str
+    step: TimedStep, tile_names: Sequence[str], figures: Mapping[str, Any], caption: str, file: Path, made_by: str
 ) -> None:
     """Draws and saves the picture of one step. Raises OSError; needs matplotlib.
 
@@ -345,7 +345,7 @@ def draw_tiles(
     save_figure(figure, file, made_by)
 
 
-def _title(step: StepRun, figures: Mapping[str, Any]) -> str:
+def _title(step: TimedStep, figures: Mapping[str, Any]) -> str:
     resident = f", {figures['resident_fraction']:.0%} of states resident" if figures["resident_bytes"] else ""
     return (
         f"one optimizer step of {figures['num_params'] / 1e6:.0f} M parameters in {figures['precision']}{resident}: "
@@ -356,7 +356,7 @@ def _title(step: StepRun, figures: Mapping[str, Any]) -> str:
     )
 
 
-def _stretches(step: StepRun, spans: Sequence[Span]) -> list[tuple[int, int]]:
+def _stretches(step: TimedStep, spans: Sequence[Span]) -> list[tuple[int, int]]:
     """The whole step, and, when that is dense, a part from its middle with a few tiles."""
     whole = (step.start_ns, step.end_ns)
     computed = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.start_ns)
@@ -366,7 +366,7 @@ def _stretches(step: StepRun, spans: Sequence[Span]) -> list[tuple[int, int]]:
     return [whole, (computed[first].start_ns, computed[first + _MAGNIFIED_TILES].end_ns)]
 
 
-def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step: StepRun) -> None:
+def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step: TimedStep) -> None:
     """Read and written GB/s: a transfer's bytes are spread evenly over its time."""
     edges = np.linspace(*stretch, 201)
     times = ((edges[:-1] + edges[1:]) / 2 - step.start_ns) / 1e6
@@ -387,7 +387,7 @@ def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step:
 
 
 def _draw_lanes(
-    ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step: StepRun, order: Mapping[str, int]
+    ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step: TimedStep, order: Mapping[str, int]
 ) -> None:
     """Each lane's bars, rows of tiles that were on their way together below each other."""
     import matplotlib

@@ -24,7 +24,7 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _NETWORKED = re.compile(r"^(nfs|cifs|smb|9p|virtiofs|fuse|lustre|ceph)")
 
 
-class Place(NamedTuple):
+class DiskPlace(NamedTuple):
     """What a folder lies on."""
 
     path: str
@@ -114,10 +114,10 @@ def virtualisation() -> str:
     return read_word("/sys/hypervisor/type") or read_word("/sys/class/dmi/id/sys_vendor") or "yes"
 
 
-def place_of(path: Path) -> Place:
+def place_of(path: Path) -> DiskPlace:
     """Finds the mount that holds a folder, and the device below it."""
     resolved = path.resolve()
-    found = Place(str(path), _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN)
+    found = DiskPlace(str(path), _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN)
     best = -1
     for line in read_word(_MOUNTS).splitlines():
         first, _, second = line.partition(" - ")
@@ -128,7 +128,7 @@ def place_of(path: Path) -> Place:
             best = len(mount.parts)
             together = ",".join(dict.fromkeys([*options.split(","), *super_options.split(",")]))
             model = _UNKNOWN if _NETWORKED.match(file_system) else _model_of(Path("/sys/dev/block") / number)
-            found = Place(str(path), str(mount), file_system, together, _unescaped(source) or _UNKNOWN, model)
+            found = DiskPlace(str(path), str(mount), file_system, together, _unescaped(source) or _UNKNOWN, model)
     return found
 
 
@@ -186,7 +186,7 @@ _DAYS_OF_YEAR = 365.25
 _MANY_DAYS = 1000
 
 
-class Written(NamedTuple):
+class WrittenOnPath(NamedTuple):
     """The bytes that were written to a folder in a run, and since the store was made, where that is known."""
 
     path: Path | str
@@ -195,7 +195,7 @@ class Written(NamedTuple):
 
 
 def endurance_lines(
-    paths: Sequence[Written], num_steps: int, seconds: float, tbw_bytes: int | None = None
+    paths: Sequence[WrittenOnPath], num_steps: int, seconds: float, tbw_bytes: int | None = None
 ) -> list[str]:
     """One sentence per path, and one for their sum when there are several. Empty when no path was in use.
 
@@ -207,7 +207,7 @@ def endurance_lines(
     """
     written_to = {f"written to {each.path}": each for each in paths}
     if sum(each.written_bytes > 0 for each in paths) > 1:
-        total = Written("", sum(each.written_bytes for each in paths))
+        total = WrittenOnPath("", sum(each.written_bytes for each in paths))
         written_to["all of it, if the paths share one drive"] = total
     return [_sentence(what, each, num_steps, seconds, tbw_bytes) for what, each in written_to.items()]
 
@@ -217,7 +217,7 @@ def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[s
 
     What was written twice, because steps under backward were dropped and made again, is part of it, and said apart.
     """
-    paths = [Written(**each) for each in run.get("paths", [])]
+    paths = [WrittenOnPath(**each) for each in run.get("paths", [])]
     lines = endurance_lines(paths, len(run["losses"]), run.get("training_s", 0.0), tbw_bytes)
     if copied := run.get("copied_bytes"):
         lines.append(f"of this {_gigabytes(copied)} are copies that saves made")
@@ -245,7 +245,7 @@ def parse_tbw(text: str) -> int:
     return num_bytes
 
 
-def _sentence(what: str, each: Written, num_steps: int, seconds: float, tbw_bytes: int | None) -> str:
+def _sentence(what: str, each: WrittenOnPath, num_steps: int, seconds: float, tbw_bytes: int | None) -> str:
     written, since_made = each.written_bytes, each.since_made_bytes
     said = f"{what}: {_gigabytes(written)} in this run"
     if num_steps and written:

@@ -26,7 +26,7 @@ from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import Config, with_key
 from tiermem.tools.plan.planned import (
-    Activations,
+    ActivationBytes,
     Budget,
     Planned,
     Scenario,
@@ -74,7 +74,7 @@ class Card(NamedTuple):
         """What a plan and activations may take together."""
         return max(1, self.total_bytes - sum(row.num_bytes for row in self.others))
 
-    def budget(self, activations: Activations, home: Tier | None) -> Budget:
+    def budget(self, activations: ActivationBytes, home: Tier | None) -> Budget:
         """The arithmetic: what is left for a plan with the inputs of checkpointed blocks in a home."""
         return Budget(self.total_bytes, (*self.others, *activations.rows(home)), "the plan")
 
@@ -85,7 +85,7 @@ def _gaps(total_bytes: int) -> Row:
 
 
 def say_placement(
-    given: OffloadPolicy, policy: OffloadPolicy, plan: Plan, card: Card, activations: Activations
+    given: OffloadPolicy, policy: OffloadPolicy, plan: Plan, card: Card, activations: ActivationBytes
 ) -> list[str]:
     """A sentence on `device_bytes` and one on `activations`, with the arithmetic.
 
@@ -209,7 +209,7 @@ class Chosen(NamedTuple):
     """The plan, and a step of it; None: nothing was predicted."""
 
 
-class Room(NamedTuple):
+class CardRoom(NamedTuple):
     """Memory that a choice may divide between the plan and activations."""
 
     card: Card | None
@@ -225,8 +225,8 @@ def choose_config(
     config: Config,
     shape: Mapping[str, Any],
     speed: tuple[Compute, Rates] | None,
-    activations: Activations,
-    room: Room,
+    activations: ActivationBytes,
+    room: CardRoom,
 ) -> Chosen:
     """Settles what the config of a run leaves open.
 
@@ -277,8 +277,8 @@ def _check_room(
     policy: OffloadPolicy,
     placements: Sequence[Placement],
     topology: Topology,
-    room: Room,
-    activations: Activations,
+    room: CardRoom,
+    activations: ActivationBytes,
 ) -> None:
     """Raises ValueError, with the arithmetic, where a card has no room for any plan."""
     roomy = max(placements, key=lambda placement: placement.device_bytes or 0)

@@ -92,7 +92,7 @@ class Budget:
         return f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.left_bytes)} for {self.taker}"
 
 
-def plan_budget(cap_bytes: int, resident_bytes: int, activations: Activations, home: Tier | None = None) -> Budget:
+def plan_budget(cap_bytes: int, resident_bytes: int, activations: ActivationBytes, home: Tier | None = None) -> Budget:
     """The budget of a run: `resident_bytes` measured after imports; home: of the inputs of checkpointed blocks."""
     margin = max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes))
     terms = (
@@ -139,7 +139,7 @@ _NO_CAP_BYTES = 1 << 44
 
 def budget_of(job: Job, cap_bytes: int, resident_bytes: int, is_gpu: bool) -> Budget:
     """The budget of a job under a cap, with the inputs of checkpointed blocks where its config has them."""
-    activations = Activations.of(job, is_gpu)
+    activations = ActivationBytes.of(job, is_gpu)
     home = resolve_auto(load_config(job.config), activations.sizes.hidden).policy().activations
     return plan_budget(cap_bytes, resident_bytes, activations, home)
 
@@ -164,7 +164,7 @@ def has_chunked_loss(sizes: ModelSizes, num_tokens: int) -> bool:
     return sizes.is_llama and 4 * num_tokens * sizes.vocabulary > _LOGITS_WHOLE_BYTES
 
 
-class Activations(NamedTuple):
+class ActivationBytes(NamedTuple):
     """A micro-batch's activations on one rank: their memory, where block inputs may rest, and what that leaves to the plan."""
 
     sizes: ModelSizes
@@ -179,10 +179,10 @@ class Activations(NamedTuple):
     """Micro-batches that go through the model block by block (accumulation "layers"); None: one after the other."""
 
     @staticmethod
-    def of(job: Job, is_gpu: bool) -> Activations:
+    def of(job: Job, is_gpu: bool) -> ActivationBytes:
         """Those of a run. Raises ValueError for a shape that lacks a size."""
         sizes, kept = ModelSizes.of(job.shape), bool(job.is_checkpointing) or job.at_once is not None
-        return Activations(sizes, job.batch * job.seq, job.precision, job.compute, kept, is_gpu, job.at_once)
+        return ActivationBytes(sizes, job.batch * job.seq, job.precision, job.compute, kept, is_gpu, job.at_once)
 
     @property
     def input_bytes(self) -> int:
@@ -361,14 +361,14 @@ class Scenario:
             return self.compute
         return Compute.of_peak(self.compute, num_tokens, self.is_checkpointing or is_by_layer)
 
-    def activations_of(self, num_tokens: int, at_once: int | None) -> Activations:
+    def activations_of(self, num_tokens: int, at_once: int | None) -> ActivationBytes:
         """The activations of a micro-batch of so many tokens; at_once: see Activations. Raises ValueError for a shape that
         lacks a size."""
         sizes, is_gpu = ModelSizes.of(self.shape), self.cluster.gpu_bytes is not None
         precision = resolve_auto(load_config(self.config), sizes.hidden).precision
         compute = compute_of(self.config, precision)
         is_checkpointing = self.is_checkpointing or at_once is not None
-        return Activations(sizes, num_tokens, precision, compute, is_checkpointing, is_gpu, at_once)
+        return ActivationBytes(sizes, num_tokens, precision, compute, is_checkpointing, is_gpu, at_once)
 
 
 class Overlapped(NamedTuple):
@@ -381,7 +381,7 @@ class Overlapped(NamedTuple):
     """The same of host memory; 0 where a budget is filled in any case."""
 
 
-class Problem(NamedTuple):
+class PlanProblem(NamedTuple):
     """A tier that is too small: bytes of one node, or of one GPU."""
 
     where: str
@@ -403,7 +403,7 @@ class Planned:
     batch: BatchSizes
     given: OffloadPolicy
     """The policy before the choice."""
-    activations: Activations
+    activations: ActivationBytes
     choice: Choice | None = None
     """How what a budget leaves open was settled; None: by rule."""
     recomputation: str | None = None
@@ -437,13 +437,13 @@ class Planned:
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[PlanProblem]:
         """The tiers that are too small; empty when it fits."""
         cluster, found = self.scenario.cluster, []
         for tier, limit_bytes in cluster.limits.items():
             needed_bytes = self.tier_bytes(tier) * (1 if tier is Tier.DEVICE else cluster.ranks_per_node)
             if limit_bytes and needed_bytes > limit_bytes:
-                found.append(Problem(PLACES[tier], needed_bytes, limit_bytes))
+                found.append(PlanProblem(PLACES[tier], needed_bytes, limit_bytes))
         return found
 
 

@@ -32,7 +32,7 @@ from tiermem.tools.measure.gpu_link import measure_beside_copies, measure_link, 
 from tiermem.tools.measure.machine import available_bytes, cache_bytes
 from tiermem.tools.measure.small_training import PHASES, clock_of, timed
 from tiermem.tools.plan.planned import (
-    Activations,
+    ActivationBytes,
     Cluster,
     Scenario,
     has_chunked_loss,
@@ -418,7 +418,7 @@ def warn_of_compute(config: Config, shape: Mapping[str, Any]) -> str | None:
     )
 
 
-def warn_of_disk(job: Job, measured: Measured | str, predicted_s: float) -> str | None:
+def warn_of_disk(job: Job, measured: MeasuredRates | str, predicted_s: float) -> str | None:
     """One sentence where a step takes far longer than one in host memory that is free here, with the way out.
 
     predicted_s: of a step of the job. Plans the other run; blocks for that.
@@ -462,19 +462,19 @@ _NO_LIMIT_BYTES = 1 << 60
 _NO_DISK = 1e12  # bytes a second: nothing is read or written
 
 
-class Measured(NamedTuple):
+class MeasuredRates(NamedTuple):
     """What this machine takes for the model's maths, and its rates."""
 
     compute: Compute
     rates: Rates
 
     @property
-    def recomputing(self) -> Measured:
+    def recomputing(self) -> MeasuredRates:
         """The same with blocks computed again in backward."""
         return self._replace(compute=self.compute.recomputing())
 
 
-def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured | str:
+def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredRates | str:
     """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it cannot. Blocks.
 
     `disk` holds the measured rates of the paths' disks in bytes per second; None: nothing rests there.
@@ -505,16 +505,18 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured 
         return str(error)
     except torch.OutOfMemoryError:
         return "what is measured, such as a small copy of the model, does not fit the accelerator's memory"
-    return Measured(maths.compute, rates)
+    return MeasuredRates(maths.compute, rates)
 
 
-def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | None, resident_bytes: int) -> Figures:
+def predict(
+    engine: Engine, job: Job, measured: MeasuredRates | str, disk: Figures | None, resident_bytes: int
+) -> Figures:
     """The figures of a step and of memory, as JSON takes them; `disk` holds rates in bytes per second."""
     if isinstance(measured, str):
         return {"not_made": measured}
     compute, rates = measured
     is_gpu, plan = is_accelerator(engine.shards.device), engine.shards.plan
-    of_job, num_micro = Activations.of(job, is_gpu), engine.gradient_accumulation_steps()
+    of_job, num_micro = ActivationBytes.of(job, is_gpu), engine.gradient_accumulation_steps()
     forecast = forecast_shards(engine.shards, compute, rates, num_micro, of_job.input_bytes)
     activations = sum(row.num_bytes for row in of_job.rows(engine.shards.policy.activations))
     # whether steps write beside what a checkpoint holds; it takes its room with the first step after one

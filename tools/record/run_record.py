@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tiermem.swap.disk import durable
 from tiermem.tools.job.launcher import Message, Observer, Outcome, Sample
-from tiermem.tools.measure.machine import Written, cpu_model, memory_bytes, num_cores
+from tiermem.tools.measure.machine import WrittenOnPath, cpu_model, memory_bytes, num_cores
 from tiermem.tools.words import format_bytes
 
 # ---- counts of bytes: the store's compared with the kernel's (/proc/self/io) -----------------------------------------
@@ -397,7 +397,7 @@ class RunRecord(Observer):
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),
             **{key: done.get(key) for key in ("kernel_read_bytes", "kernel_written_bytes", "host_peak_bytes")},
-            "paths": [Written(*each)._asdict() for each in done.get("paths", [])],
+            "paths": [WrittenOnPath(*each)._asdict() for each in done.get("paths", [])],
             "device_memory": self._device_memory(),
             **{key: last.get(key) for key in ("engine", "engine_why")},
             "versions": ready.get("versions", {}),

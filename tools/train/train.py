@@ -45,7 +45,7 @@ from tiermem.tools.words import Mistake, save_json
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
 
 
-class Beside(Protocol):
+class OtherTrainings(Protocol):
     """Other trainings of the same job, which an instrument runs after ours."""
 
     def prepare(self, job: Job) -> None:
@@ -55,7 +55,7 @@ class Beside(Protocol):
         """Runs them. Returns what the JSON has of them beside the record of ours."""
 
 
-def train(options: TrainOptions, console: Console, beside: Beside | None = None) -> int:
+def train(options: TrainOptions, console: Console, beside: OtherTrainings | None = None) -> int:
     """Runs the training, reports, and returns the exit status.
 
     0 finished · 1 failed · 3 our counts and the kernel's differ · 130 stopped by Ctrl-C · 137 killed at the cap.

@@ -38,10 +38,18 @@ from tiermem.tools.job.train_job import CLIENT_KEY, Config, with_host_bytes
 from tiermem.tools.measure.files import measure_disks, why_unmeasured
 from tiermem.tools.measure.small_training import PHASES
 from tiermem.tools.measure.sustained import measure_sustained_disks
-from tiermem.tools.plan.card import NO_OTHER_WAY, Card, Chosen, Room, choose_config, recomputes, settle_by_cap
-from tiermem.tools.plan.planned import Activations, Budget, budget_of, check_cap, meta_model, state_bytes, transformers
+from tiermem.tools.plan.card import NO_OTHER_WAY, Card, CardRoom, Chosen, choose_config, recomputes, settle_by_cap
+from tiermem.tools.plan.planned import (
+    ActivationBytes,
+    Budget,
+    budget_of,
+    check_cap,
+    meta_model,
+    state_bytes,
+    transformers,
+)
 from tiermem.tools.plan.prediction import (
-    Measured,
+    MeasuredRates,
     build_model,
     measure,
     predict,
@@ -177,7 +185,7 @@ class Trainer:
         self._recomputation = NO_OTHER_WAY if settled.is_checkpointing != job.is_checkpointing else None
         return settled
 
-    def _choose(self, measured: Measured | str, resident_bytes: int) -> tuple[Config, Measured | str]:
+    def _choose(self, measured: MeasuredRates | str, resident_bytes: int) -> tuple[Config, MeasuredRates | str]:
         """The config with what the budgets leave open chosen, recomputation too, and the maths as it is then."""
         job, speed = self._job, None if isinstance(measured, str) else measured
         try:
@@ -200,7 +208,7 @@ class Trainer:
             self._budget = budget_of(settled, self._budget.cap_bytes, resident_bytes, is_gpu)
         return chosen.config, measured
 
-    def _chosen(self, job: Job, measured: Measured | None, resident_bytes: int) -> Chosen:
+    def _chosen(self, job: Job, measured: MeasuredRates | None, resident_bytes: int) -> Chosen:
         """What the budgets of host memory and of an accelerator leave open, chosen by predicted time or, where nothing was
         measured, by rule. Raises ValueError where the accelerator has no room."""
         device, config, host_bytes = find_device(), job.config, None
@@ -211,8 +219,8 @@ class Trainer:
             config = with_host_bytes(config, host_bytes)
         cards = [card for card in of_every_rank(Card.here(device)) if card is not None]
         card = min(cards, key=lambda each: each.room_bytes, default=None)
-        room = Room(card, host_bytes, job.num_ranks, job.ranks_on_node)
-        return choose_config(config, job.shape, measured, Activations.of(job, is_gpu), room)
+        room = CardRoom(card, host_bytes, job.num_ranks, job.ranks_on_node)
+        return choose_config(config, job.shape, measured, ActivationBytes.of(job, is_gpu), room)
 
     def _measure_ceiling(self) -> dict[str, Any] | None:
         """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""

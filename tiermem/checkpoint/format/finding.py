@@ -101,7 +101,7 @@ def grains(keys: Sequence[Key]) -> tuple[Numbers, Numbers]:
 # ---- cover: the parts of a manifest hold every state once and whole --------------------------------------------------
 
 
-class States:
+class StepStates:
     """The pieces of every state of all parts.
 
     A model may have a million states. The pieces are rows of one table, and one operation handles a column of it. An object
@@ -154,7 +154,7 @@ class States:
         return Piece(*self.rows.keys[key], *rest)
 
 
-def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> States:
+def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> StepStates:
     """Checks the pieces of all parts and returns them by state.
 
     Pieces of a state are compared in the order of their elements; pieces of a file are compared in the order of their bytes.
@@ -164,7 +164,7 @@ def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> States:
     """
     _check_parts(manifest, parts, source)
     parameters = {each.name: each for each in manifest.parameters}
-    states = States(parts)
+    states = StepStates(parts)
     for param, state in states.numbers:
         if param not in parameters:
             rank, _ = states.files[states.pieces(param, state)[0].file]
@@ -184,7 +184,7 @@ def _check_parts(manifest: Manifest, parts: Sequence[Part], source: str) -> None
             )
 
 
-def _check_files(states: States, source: str) -> None:
+def _check_files(states: StepStates, source: str) -> None:
     rows, order = states.rows, np.lexsort((states.rows.offset, states.rows.file))
     file, offset, stop = rows.file[order], rows.offset[order], (rows.offset + rows.num_bytes)[order]
     overlaps = (file[1:] == file[:-1]) & (offset[1:] < stop[:-1])
@@ -195,7 +195,7 @@ def _check_files(states: States, source: str) -> None:
         raise ManifestError(f"{source}: part {rank}: {what}")
 
 
-def _check_states(states: States, parameters: Mapping[str, Parameter], source: str) -> None:
+def _check_states(states: StepStates, parameters: Mapping[str, Parameter], source: str) -> None:
     rows, firsts = states.rows, states.firsts
     stops = rows.start + rows.numel
     due = np.append(0, stops)[: len(stops)]
@@ -218,7 +218,7 @@ def _check_states(states: States, parameters: Mapping[str, Parameter], source: s
         raise ManifestError(f"{what}: its pieces hold {stops[row]} elements; the parameter has {of}")
 
 
-def _check_due(manifest: Manifest, states: States, parameters: Mapping[str, Parameter], source: str) -> None:
+def _check_due(manifest: Manifest, states: StepStates, parameters: Mapping[str, Parameter], source: str) -> None:
     for parameter in manifest.parameters:
         if (parameter.name, WEIGHT) not in states.numbers and parameter.numel:
             raise ManifestError(f"{source}: {parameter.name[:80]!r} has no weight")

@@ -88,7 +88,7 @@ def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen:
 # ---- safetensors and torch files -------------------------------------------------------------------------------------
 
 
-class Shard(NamedTuple):
+class ExportShard(NamedTuple):
     """One file of an export, and the weights in it."""
 
     name: str
@@ -106,7 +106,7 @@ def export_weights(
     is_safetensors: bool = True,
     config: str | None = None,
     progress: Progress | None = None,
-) -> list[Shard]:
+) -> list[ExportShard]:
     """Writes shards, the index of several shards, and the model's config; returns the shards. Blocks.
 
         OUT/model.safetensors                       one shard
@@ -149,7 +149,7 @@ def export_weights(
     return shards
 
 
-def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors: bool = True) -> list[Shard]:
+def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors: bool = True) -> list[ExportShard]:
     """The shards, in the order of the model. Each takes weights until the next one does not fit."""
     dealt: list[list[Weight]] = [[]]
     filled = 0
@@ -162,11 +162,11 @@ def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors:
         filled += num_bytes
     base, suffix = ("model", ".safetensors") if is_safetensors else ("pytorch_model", ".bin")
     if len(dealt) == 1:
-        return [Shard(f"{base}{suffix}", dealt[0])]
-    return [Shard(f"{base}-{i:05d}-of-{len(dealt):05d}{suffix}", part) for i, part in enumerate(dealt, 1)]
+        return [ExportShard(f"{base}{suffix}", dealt[0])]
+    return [ExportShard(f"{base}-{i:05d}-of-{len(dealt):05d}{suffix}", part) for i, part in enumerate(dealt, 1)]
 
 
-def _write_shard(new: durable.NewFile, shard: Shard, is_safetensors: bool, progress: Progress) -> None:
+def _write_shard(new: durable.NewFile, shard: ExportShard, is_safetensors: bool, progress: Progress) -> None:
     kind = SafetensorsFile if is_safetensors else TorchFile
     entries = [_entry(weight) for weight in shard.weights]
     with contextlib.closing(kind(new, entries)) as file:
@@ -180,7 +180,7 @@ def _entry(weight: Weight) -> WeightEntry:
     return WeightEntry(weight.names, weight.parameter.shape, weight.dtype)
 
 
-def _index(shards: Sequence[Shard]) -> str:
+def _index(shards: Sequence[ExportShard]) -> str:
     """The text of an index: the file of each tensor. For safetensors it lists only the first name of a tied tensor, as
     Hugging Face does."""
     is_safetensors = shards[0].name.endswith(".safetensors")
@@ -219,7 +219,7 @@ def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, prog
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(17, "is there and not empty; choose another folder", str(out))
-    planner = _Planner(progress or (lambda _: None))
+    planner = _ExportPlanner(progress or (lambda _: None))
     state: dict[str, Any] = {"model": _model(source, planner, dtype or torch.float32)}
     if any(_states(source, each) for each in source.manifest.parameters):
         state["optim"] = {"state": _optimizer(source, planner), "param_groups": torch_groups(source)}
@@ -246,7 +246,7 @@ def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> N
         raise error from None
 
 
-class _Planner(DefaultSavePlanner):
+class _ExportPlanner(DefaultSavePlanner):
     """torch's planner for tensors without values: it reads the values of a tensor when that tensor is written."""
 
     def __init__(self, progress: Progress) -> None:
@@ -269,7 +269,7 @@ class _Planner(DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def _model(source: Source, planner: _Planner, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _model(source: Source, planner: _ExportPlanner, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {
         name: planner.tensor(weight.parameter.shape, weight.dtype, weight.whole)
         for weight in weights_of(source, dtype)
@@ -277,7 +277,7 @@ def _model(source: Source, planner: _Planner, dtype: torch.dtype) -> dict[str, t
     }
 
 
-def _optimizer(source: Source, planner: _Planner) -> dict[str, dict[str, torch.Tensor]]:
+def _optimizer(source: Source, planner: _ExportPlanner) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     for each in source.manifest.parameters:
         if each.group is None or each.role != "parameter":

@@ -297,10 +297,10 @@ def read_dcp(path: Path) -> Foreign:
 
     Raises ValueError when it is damaged, not understood or would execute code; OSError when it cannot be read.
     """
-    return _Reader(path, _without_common_key(read_stored(path))).foreign()
+    return _DcpReader(path, _without_common_key(read_stored(path))).foreign()
 
 
-class _Reader:
+class _DcpReader:
     """Sorts stored values into weights, states, groups and others."""
 
     def __init__(self, path: Path, stored: Stored) -> None:

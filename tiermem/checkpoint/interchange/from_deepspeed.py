@@ -79,7 +79,7 @@ def read_deepspeed(path: Path, tag: str | None = None) -> Foreign:
         raise ValueError(f"{folder}: model states of {len(models)} ranks and optimizer states of {len(optims)}")
     with_models = [_model_file(file) for file in models]
     with_optims = [_optim_file(file, len(optims)) for file in optims]
-    return _Reader(folder, with_models, with_optims).foreign()
+    return _DeepSpeedReader(folder, with_models, with_optims).foreign()
 
 
 class _Optim(NamedTuple):
@@ -91,7 +91,7 @@ class _Optim(NamedTuple):
     scaler: Any
 
 
-class _Reader:
+class _DeepSpeedReader:
     """The opened files of all ranks."""
 
     def __init__(self, folder: Path, models: Sequence[Mapping[str, Any]], optims: Sequence[_Optim]) -> None:
@@ -226,7 +226,7 @@ class _ModelFile(TypedDict):
 
 
 @pydantic.with_config(extra="allow")
-class _Group(TypedDict):
+class _SavedGroup(TypedDict):
     """A parameter group: its sub-groups, and settings."""
 
     params: NotRequired[Annotated[list[pydantic.StrictInt], FailFast()]]
@@ -236,7 +236,7 @@ class _States(TypedDict):
     """A torch optimizer's state dict: states by sub-group, and groups."""
 
     state: NotRequired[Annotated[dict[Any, dict[Any, Any]], FailFast()]]
-    param_groups: NotRequired[Annotated[list[_Group], FailFast()]]
+    param_groups: NotRequired[Annotated[list[_SavedGroup], FailFast()]]
 
 
 def _model_file(file: Path) -> Mapping[str, Any]:

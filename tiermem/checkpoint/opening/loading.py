@@ -39,7 +39,7 @@ from tiermem.policy import Tier
 from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import Topology
 from tiermem.run.shards import Shards
-from tiermem.swap.disk.run_folder import Owner, this_process
+from tiermem.swap.disk.run_folder import RunOwner, this_process
 from tiermem.swap.memory.accelerator import is_accelerator, set_rng_state
 
 # ---- saved weights as a mapping --------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def load(
     except (OSError, RuntimeError) as error:
         logger.warning("the last step is not made durable: %s", error)
     candidates = _candidates(shards, where, tag, newest)
-    own = frozenset(Owner(*json.loads(each)) for each in exchange(shards.topology, json.dumps(this_process())))
+    own = frozenset(RunOwner(*json.loads(each)) for each in exchange(shards.topology, json.dumps(this_process())))
     for number, each in enumerate(candidates):
         older = candidates[number + 1 :]
         try:
@@ -354,7 +354,7 @@ def _open(
     optimizer: NativeOptimizer | None,
     found: Found,
     older: list[Found],
-    own: frozenset[Owner],
+    own: frozenset[RunOwner],
     asked: Asked,
 ) -> Loaded:
     topology = shards.topology

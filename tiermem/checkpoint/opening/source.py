@@ -26,12 +26,12 @@ from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import ManifestError, no_collection
 from tiermem.checkpoint.format.finding import Found, Opened, cover, find, read_manifest, read_parts
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, Parameter, Part
-from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, DamagedState, Span, Stream, Verified
+from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, DamagedState, Verified, VerifiedSpan, VerifiedStream
 from tiermem.ranks.topology import fair_cores, fair_threads
 from tiermem.swap.base.native import Workers, widen_part
 from tiermem.swap.base.parts import Quantised
 from tiermem.swap.disk import durable
-from tiermem.swap.disk.run_folder import Owner, RunName, owner_of, share, this_process
+from tiermem.swap.disk.run_folder import RunName, RunOwner, owner_of, share, this_process
 from tiermem.units.quantised import BLOCK, FORMATS, BlockFormat, unpack
 from tiermem.units.state_layout import is_positive
 
@@ -65,7 +65,7 @@ class Source:
     """
 
     @no_collection()
-    def __init__(self, opened: Opened, others: Sequence[Found] = (), own: frozenset[Owner] = frozenset()) -> None:
+    def __init__(self, opened: Opened, others: Sequence[Found] = (), own: frozenset[RunOwner] = frozenset()) -> None:
         self.file = opened.file
         self.place = opened.place
         self.manifest: Manifest = opened.manifest
@@ -90,7 +90,7 @@ class Source:
         self._states: dict[str, dict[str, int]] = {name: {} for name in self.parameters}  # with their numbers
         for (param, state), number in self._saved.numbers.items():
             self._states[param][state] = number
-        self._streams: dict[tuple[str, str], Stream] = {}  # those that were asked for
+        self._streams: dict[tuple[str, str], VerifiedStream] = {}  # those that were asked for
         self._paths = [folder / file for folder, part in parts for file in part.files]
         used = set(self._saved.rows.file.tolist())
         for folder in sorted({self._paths[number].parent for number in used}):
@@ -114,7 +114,7 @@ class Source:
         raise AssertionError("find returns something, or raises")
 
     @classmethod
-    def of(cls, found: Found, others: Sequence[Found] = (), own: frozenset[Owner] = frozenset()) -> Self:
+    def of(cls, found: Found, others: Sequence[Found] = (), own: frozenset[RunOwner] = frozenset()) -> Self:
         """Opens one durable step. An error names the first of `others` that is whole. Raises ManifestError, OSError."""
         try:
             return cls(read_manifest(found), others, own)
@@ -282,15 +282,15 @@ class Source:
                 f"{piece.offset + piece.num_bytes}: it was cut, or is another's"
             )
 
-    def _stream(self, param: str, state: str) -> Stream:
+    def _stream(self, param: str, state: str) -> VerifiedStream:
         """The bytes of a state. Raises KeyError for a state that was not saved."""
         found = self._streams.get((param, state))
         if found is None:
             pieces = [(self._paths[piece.file], piece) for piece in self._saved.pieces(param, state)]
-            found = self._streams[param, state] = Stream(param, state, pieces)
+            found = self._streams[param, state] = VerifiedStream(param, state, pieces)
         return found
 
-    def _bytes_of(self, told: Elements) -> Iterator[Span]:
+    def _bytes_of(self, told: Elements) -> Iterator[VerifiedSpan]:
         """The spans of elements of a state, with the spans of its scales and of the weight beside a split master."""
         base, _, rank = told.state.partition(kinds.OF_RANK)
         states = [told.state]
@@ -302,11 +302,11 @@ class Source:
                     yield from self._scales_of(each).spans(span.start, span.numel)
                 yield span
 
-    def _scales_of(self, stream: Stream) -> Stream:
+    def _scales_of(self, stream: VerifiedStream) -> VerifiedStream:
         """The scales of a quantised state."""
         return self._stream(stream.param, kinds.scales_of(stream.state))
 
-    def _dtype(self, stream: Stream) -> torch.dtype:
+    def _dtype(self, stream: VerifiedStream) -> torch.dtype:
         if stream.kind == kinds.SPLIT:
             return torch.int16
         if stream.kind not in kinds.DTYPES:
@@ -318,7 +318,7 @@ class Source:
         own = f"{WEIGHT}{kinds.OF_RANK}{rank}"
         return own if rank and (param, own) in self._saved.numbers else WEIGHT
 
-    def _scaled(self, stream: Stream, start: int, numel: int) -> torch.Tensor:
+    def _scaled(self, stream: VerifiedStream, start: int, numel: int) -> torch.Tensor:
         scales, parts = self._scales_of(stream), []
         for span in stream.spans(start, numel):
             own = list(scales.spans(span.start, span.numel))
@@ -329,7 +329,7 @@ class Source:
             parts.append(values[max(0, start - span.start) :])
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
-    def _unscaled(self, stream: Stream, numel: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _unscaled(self, stream: VerifiedStream, numel: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if stream.kind == kinds.CODES:
             positive = is_positive(stream.state.partition(".")[0])
             return widen_part(self._threads(), Quantised(codes, scales), is_positive=positive)
@@ -337,12 +337,12 @@ class Source:
         filled = torch.nn.functional.pad(codes, (0, form.code_bytes(numel) - codes.numel()))
         return unpack(torch.cat([filled, scales]), numel, torch.empty(numel), 0, False, form, self._threads())
 
-    def _bytes(self, span: Span) -> torch.Tensor:
+    def _bytes(self, span: VerifiedSpan) -> torch.Tensor:
         out = torch.empty(span.num_bytes, dtype=torch.uint8)
         self._verified.copy(span.stream, span.first_byte, out)
         return out
 
-    def _damage(self, stream: Stream, begin: int, stop: int, saved: int, seen: int) -> DamagedState:
+    def _damage(self, stream: VerifiedStream, begin: int, stop: int, saved: int, seen: int) -> DamagedState:
         start, behind = stream.elements_of(begin, stop)
         places, step, what = stream.ranges(begin, stop), self.manifest.step, advice(self._others)
         return DamagedState(places, stream.param, stream.state, start, behind, step, saved, seen, what)

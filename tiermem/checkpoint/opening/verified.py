@@ -59,17 +59,17 @@ class DamagedState(CorruptionError):
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
-class Span(NamedTuple):
+class VerifiedSpan(NamedTuple):
     """Elements [start, start + numel) of a state that lie in one piece, and their byte range in the stream."""
 
-    stream: Stream
+    stream: VerifiedStream
     start: int
     numel: int
     first_byte: int
     num_bytes: int
 
 
-class Stream:
+class VerifiedStream:
     """The bytes of one state of one parameter, in the order of its elements, from the pieces that hold them.
 
         elements    0 ........ start ................. numel        of the whole parameter, row-major
@@ -100,7 +100,7 @@ class Stream:
         """Bytes of all elements."""
         return self._bytes[-1]
 
-    def spans(self, start: int, numel: int) -> Iterator[Span]:
+    def spans(self, start: int, numel: int) -> Iterator[VerifiedSpan]:
         """The elements of a range, piece by piece; for quantised states and scales, from the start of a block of 64."""
         stop, number = start + numel, bisect.bisect_right(self._starts, start) - 1
         while start < stop:
@@ -111,7 +111,7 @@ class Stream:
             last = min(stop - piece.start, piece.numel)
             begin = bytes_of(self.kind, first)
             end = bytes_of(self.kind, last)
-            yield Span(self, piece.start + first, last - first, self._bytes[number] + begin, end - begin)
+            yield VerifiedSpan(self, piece.start + first, last - first, self._bytes[number] + begin, end - begin)
             start, number = piece.start + last, number + 1
 
     def ranges(self, first_byte: int, last_byte: int) -> list[FileRange]:
@@ -153,7 +153,7 @@ _NUM_EDGES = 8  # blocks of which a part is still unread
 _OWN_BYTES = 16 << 20
 
 Checksums = Mapping[str, Mapping[str, Sequence[int]]]
-Damage = Callable[[Stream, int, int, int, int], DamagedState]
+Damage = Callable[[VerifiedStream, int, int, int, int], DamagedState]
 
 
 class Verified:
@@ -178,21 +178,21 @@ class Verified:
         self._checksums = checksums
         self._workers = workers
         self._damage = damage
-        self._told: Iterator[Span] = iter(())
+        self._told: Iterator[VerifiedSpan] = iter(())
         self._due: collections.deque[_Chunk] = collections.deque()  # waiting for room
         self._coming: dict[_Chunk, Reading] = {}  # being read, in the order of their start
-        self._known: dict[tuple[Stream, int], _Chunk] = {}  # by block: chunks in `_due` and `_coming`
-        self._edges: collections.OrderedDict[tuple[Stream, int], torch.Tensor] = collections.OrderedDict()
+        self._known: dict[tuple[VerifiedStream, int], _Chunk] = {}  # by block: chunks in `_due` and `_coming`
+        self._edges: collections.OrderedDict[tuple[VerifiedStream, int], torch.Tensor] = collections.OrderedDict()
         """The blocks of which a part is unread, by (stream, block), oldest first."""
         self._ahead: ReadAhead | None = None
         self._closing = contextlib.ExitStack()  # the reads, then own memory, if none is lent
 
-    def follow(self, told: Iterator[Span]) -> None:
+    def follow(self, told: Iterator[VerifiedSpan]) -> None:
         """Announces the next reads, in order. As many are started as the memory holds. Raises OSError."""
         self._told = told
         self._start_next()
 
-    def copy(self, stream: Stream, first_byte: int, out: torch.Tensor) -> None:
+    def copy(self, stream: VerifiedStream, first_byte: int, out: torch.Tensor) -> None:
         """Fills a flat uint8 CPU tensor with bytes of a stream, from `first_byte` on. Blocks; raises DamagedState, OSError."""
         done, stop = 0, first_byte + out.numel()
         self._expect(stream, first_byte, stop)
@@ -219,7 +219,7 @@ class Verified:
                 self._keep_rest(chunk, pieces, stop)
             self._start_next()
 
-    def verify(self, stream: Stream) -> Iterator[int]:
+    def verify(self, stream: VerifiedStream) -> Iterator[int]:
         """Compares every block of a stream with its checksum; yields bytes per chunk. Raises DamagedState, OSError."""
         self._expect(stream, 0, stream.num_bytes)
         self._start_next()
@@ -251,7 +251,7 @@ class Verified:
 
     # ---- chunks --------------------------------------------------------------------------------------------------------
 
-    def _expect(self, stream: Stream, first_byte: int, last_byte: int) -> None:
+    def _expect(self, stream: VerifiedStream, first_byte: int, last_byte: int) -> None:
         """Appends the blocks of these bytes to `_due`, unless they are known or kept."""
         first, last = None, -(-last_byte // CHECKSUM_BYTES)
         for block in range(first_byte // CHECKSUM_BYTES, last + 1):
@@ -359,11 +359,11 @@ class Verified:
 class _Chunk(NamedTuple):
     """Blocks [first, last) of a stream."""
 
-    stream: Stream
+    stream: VerifiedStream
     first: int
     last: int
 
-    def blocks(self) -> list[tuple[Stream, int]]:
+    def blocks(self) -> list[tuple[VerifiedStream, int]]:
         return [(self.stream, block) for block in range(self.first, self.last)]
 
     def ranges(self) -> list[FileRange]:

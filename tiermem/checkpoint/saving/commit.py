@@ -107,7 +107,7 @@ WHAT = "saving the checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class HeldStep:
     """A durable step of this run, and the files and the freeze that this rank holds for it."""
 
     commit: int
@@ -132,7 +132,7 @@ class Commits:
         self._shards = shards
         self.run_id = shards.store.run.run_id  # the same on every rank
         self.number = 0  # of the last attempt
-        self.steps: list[Kept] = []  # all durable steps, oldest first; at most one has no tag (durability="step")
+        self.steps: list[HeldStep] = []  # all durable steps, oldest first; at most one has no tag (durability="step")
         self._opened: Path | None = None  # manifest of an earlier run's untagged step that this model was loaded from
 
     def make(self, content: Content) -> None:
@@ -165,7 +165,7 @@ class Commits:
 
     # ---- every rank -----------------------------------------------------------------------------------------------------
 
-    def _save_own(self, content: Content, commit: int, undo: contextlib.ExitStack) -> tuple[Kept, Any]:
+    def _save_own(self, content: Content, commit: int, undo: contextlib.ExitStack) -> tuple[HeldStep, Any]:
         """Freezes, and writes this rank's data and part; `undo` reverts both. Also returns the values for other ranks."""
         shards, rank = self._shards, self._shards.topology.rank
         shards.check_whole()
@@ -186,10 +186,10 @@ class Commits:
         if content.tag is not None and content.save_dir is not None:
             pointer = pointer_path(content.save_dir, content.tag)
         own = (path, *files[len(freeze.files()) :])
-        kept = Kept(commit, content.step, content.tag, freeze, folder / manifest_name(commit), pointer, own)
+        kept = HeldStep(commit, content.step, content.tag, freeze, folder / manifest_name(commit), pointer, own)
         return kept, told
 
-    def _doomed(self, kept: Kept, is_whole: bool) -> list[Kept]:
+    def _doomed(self, kept: HeldStep, is_whole: bool) -> list[HeldStep]:
         """The steps that the new one replaces: the untagged step, the same tag, tags beyond `keep`. Equal on all ranks."""
         untagged = [each for each in self.steps if each.tag is None]
         if kept.tag is None:
@@ -199,7 +199,7 @@ class Commits:
         dropped = others[: max(0, len(others) + 1 - self._shards.policy.keep)]
         return (untagged if is_whole else []) + same + dropped
 
-    def _take_over(self, kept: Kept, doomed: Sequence[Kept], save_dir: Path | None) -> None:
+    def _take_over(self, kept: HeldStep, doomed: Sequence[HeldStep], save_dir: Path | None) -> None:
         """Registers the new durable step and drops the steps that it replaces."""
         self.steps.append(kept)
         self.forget(doomed)
@@ -222,11 +222,11 @@ class Commits:
         """Records the manifest that the model was loaded from. The next commit drops an earlier run's untagged step."""
         self._opened = manifest if opened.tag is None and opened.run_id != self.run_id else None
 
-    def removed(self, doomed: Sequence[Kept]) -> list[int]:
+    def removed(self, doomed: Sequence[HeldStep]) -> list[int]:
         """Removes manifests; returns the commits whose manifest is gone. The others stay durable. Rank 0 only."""
         return [each.commit for each in doomed if remove(each.manifest)]
 
-    def forget(self, gone: Sequence[Kept]) -> None:
+    def forget(self, gone: Sequence[HeldStep]) -> None:
         """Thaws these steps and removes their files. Call it after rank 0 has removed their manifests durably."""
         self.steps = [each for each in self.steps if each not in gone]
         self._shards.store.keep_files(bool(self.steps))
@@ -243,7 +243,7 @@ class Commits:
             if is_of_commit(file.name) and file.name not in names:
                 remove(file)
 
-    def _drop_pointer(self, old: Kept, new: Kept, save_dir: Path | None) -> None:
+    def _drop_pointer(self, old: HeldStep, new: HeldStep, save_dir: Path | None) -> None:
         assert old.pointer is not None
         remove_pointer(old.pointer)
         latest = None if save_dir is None else known_latest(save_dir)

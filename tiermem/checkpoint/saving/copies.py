@@ -71,7 +71,7 @@ _STEP_BYTES = 4 << 20
 _NOT_HERE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ETXTBSY}
 
 
-class Extent(NamedTuple):
+class CopyExtent(NamedTuple):
     """Whole 4096-byte blocks of a source file: index of the file, offset there, size in bytes, offset in the copy."""
 
     file: int
@@ -99,7 +99,7 @@ class Pace:
         self._is_awaited.wait(busy_s * self._rest_per_busy)
 
 
-def lay_out(rows: Rows, start: int, file: int) -> tuple[list[Extent], Rows]:
+def lay_out(rows: Rows, start: int, file: int) -> tuple[list[CopyExtent], Rows]:
     """The extents that hold these rows, one after another in the copy from byte `start` (a multiple of 4096), and the rows
     with their places in the copy, whose file number is `file`."""
     order = np.lexsort((rows.offset, rows.file))
@@ -114,10 +114,10 @@ def lay_out(rows: Rows, start: int, file: int) -> tuple[list[Extent], Rows]:
     moved = np.empty_like(offset)
     moved[order] = offset + (places - first[heads])[np.cumsum(is_new) - 1]
     columns = zip(source[heads].tolist(), first[heads].tolist(), sizes.tolist(), places.tolist(), strict=True)
-    return [Extent(*each) for each in columns], rows._replace(file=np.full_like(rows.file, file), offset=moved)
+    return [CopyExtent(*each) for each in columns], rows._replace(file=np.full_like(rows.file, file), offset=moved)
 
 
-def take_room(path: Path, extents: Sequence[Extent]) -> None:
+def take_room(path: Path, extents: Sequence[CopyExtent]) -> None:
     """Allocates the blocks for the extents. Raises OSError (ENOSPC) that says how much is needed and free."""
     if not extents:
         return
@@ -126,7 +126,7 @@ def take_room(path: Path, extents: Sequence[Extent]) -> None:
         direct.take_room(fd, start, stop - start, path)
 
 
-def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: Pace) -> None:
+def copy(sources: Sequence[Path], extents: Sequence[CopyExtent], path: Path, pace: Pace) -> None:
     """Copies extents of the sources into an existing file and syncs it. Blocks, without the GIL. Raises OSError."""
     with open_direct(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)[0] as target:
         with mmap.mmap(-1, _STEP_BYTES) as buffer:  # page-aligned, as O_DIRECT requires
@@ -137,7 +137,9 @@ def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: P
         durable.sync(target, path)
 
 
-def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path, pace: Pace, buffer: mmap.mmap) -> None:
+def _copy_from(
+    source: Path, extents: Sequence[CopyExtent], target: int, path: Path, pace: Pace, buffer: mmap.mmap
+) -> None:
     with open_direct(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)[0] as fd:
         ways = [_clone] if is_of_one_host(path.parent) else [_clone, _copy_range]
         ways.append(functools.partial(_read_and_write, buffer))
@@ -205,7 +207,7 @@ class _Work(NamedTuple):
     held: SavingInto
     data: Path
     freeze: Freeze | None
-    extents: list[Extent]
+    extents: list[CopyExtent]
     placed: Placed  # the pieces, at their places in the finished copy
     undo: contextlib.ExitStack
 
@@ -265,7 +267,7 @@ class Copies:
         held = SavingInto(folder, undo)
         undo.callback(held.close)
         freeze, placed = None, []
-        extents: list[Extent] = []
+        extents: list[CopyExtent] = []
         if content.resting.entries:
             freeze = shards.store.freeze()
             undo.callback(shards.store.thaw, freeze)
