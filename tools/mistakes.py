@@ -112,7 +112,8 @@ def _without(name: str, given: Sequence[str], num_words: int, command: Any) -> t
         typed = next((word for word in given if word.startswith(name)), name)
         name, said = typed, f"there is no option {typed}"
     there = {each: _options_of(known) for each, known in getattr(command, "commands", {}).items()}
-    if (meant := _meant(name, options)) is not None:
+    written = {word.partition("=")[0] for word in words}
+    if (meant := _meant(name, [each for each in options if each not in written])) is not None:
         return said, _renamed(words, name, meant)
     for each in ("train", "plan", *there):  # an option of a command, without the command
         if name in there.get(each, ()):

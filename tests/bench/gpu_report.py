@@ -1,4 +1,4 @@
-"""GpuReport: what `tiermem bench gpu` found, as a table, as a picture, and as the faults that decide its exit status."""
+"""GpuReport: what `bench gpu` found, as a table, as a picture, and as the faults that decide its exit status."""
 
 from __future__ import annotations
 

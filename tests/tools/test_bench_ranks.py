@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.options import RanksBenchOptions
 from bench.ranks import bench_ranks, print_report, summary
 from rich.console import Console
 
 from tiermem.tools.measure.machine import machine_facts
-from tiermem.tools.options import RanksBenchOptions
 
 STEPS = {who: [{"forward": 1.0, "backward": 2.0, "step": 3.0, "whole": 6.0}] * 3 for who in ("tiermem", "fsdp2")}
 

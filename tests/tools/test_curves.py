@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from bench.curves import bench_curves, rows_of, train_curve
+from bench.options import CurvesOptions
 from rich.console import Console
 
 from tiermem.precision import PRESETS
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.options import STATES, CurvesOptions
+from tiermem.tools.options import STATES
 
 
 @pytest.fixture(scope="module", autouse=True)

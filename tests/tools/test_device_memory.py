@@ -263,7 +263,7 @@ def test_training_recomputes_blocks_where_a_card_has_no_room_for_what_they_keep(
 CONTEXT = """
 import sys, torch
 from types import SimpleNamespace
-from tiermem.tools import training
+from tiermem.tools.train import training
 
 assert not torch.sim.is_initialized()
 measure, found = training.resident_of, []

@@ -97,7 +97,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, float]]:
         found.extend((Path(folder), share) for folder in folders)
         return PAST
 
-    for module in ("speed", "training", "tune"):
+    for module in ("plan.speed", "train.training", "tune"):
         monkeypatch.setattr(f"tiermem.tools.{module}.measure_sustained_disks", measured)
     return found
 

@@ -14,7 +14,7 @@ from torch import nn
 from tiermem.checkpoint.format.finding import named_folder
 from tiermem.checkpoint.interchange.write import in_own_format
 from tiermem.checkpoint.opening.loading import CustomLoad, Loaded, load
-from tiermem.checkpoint.saving.saver import BackgroundSave, capture_step, save, wait
+from tiermem.checkpoint.saving.saver import Beside, capture_step, save, wait
 from tiermem.engine.adapters import adapters_state, has_adapters
 from tiermem.engine.facts import Accumulation, EngineFacts
 from tiermem.ranks.collectives import exchange
@@ -292,10 +292,10 @@ class EngineCheckpoints(EngineFacts):
         if self.shards.policy.durability == "step":
             capture_step(self.shards, self.optimizer, self._beside(self.step_client_state))
 
-    def _beside(self, client_state: Mapping[str, Any] | None) -> BackgroundSave:
+    def _beside(self, client_state: Mapping[str, Any] | None) -> Beside:
         """Returns what a checkpoint saves beside weights and optimizer states."""
         names = ("global_steps", "skipped_steps", "global_samples")
-        return BackgroundSave(
+        return Beside(
             self.lr_scheduler,
             self._scaler,
             self.training_dataloader,

@@ -42,7 +42,7 @@ from tiermem.checkpoint.format.manifest import POINTER_FILE
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.interchange.write import in_own_format
 from tiermem.checkpoint.opening.loading import load
-from tiermem.checkpoint.saving.saver import BackgroundSave, save, wait
+from tiermem.checkpoint.saving.saver import Beside, save, wait
 from tiermem.config.load import is_json
 from tiermem.config.root import TiermemConfig
 from tiermem.engine.adapters import adapters_state, has_adapters
@@ -326,7 +326,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         """Saves a durable step into the checkpoint's folder, and scheduler.pt. Collective; blocks until it is complete."""
         assert self._shards is not None
         folder = Path(output_dir)
-        beside = BackgroundSave(engine={"global_steps": self.state.global_step})
+        beside = Beside(engine={"global_steps": self.state.global_step})
         with times_kept(folder.parent):
             save(self._shards, self._native(), folder.parent, folder.name, copy=not self._keeps_newest(), beside=beside)
             wait(self._shards)

@@ -101,7 +101,7 @@ TagValidation = Literal["Warn", "Ignore", "Fail"]
 
 
 @dataclasses.dataclass(frozen=True)
-class BackgroundSave:
+class Beside:
     """Values that are saved beside the states.
 
     scheduler, loss_scaler, loader: their `state_dict()` is saved; an object without one is left out.
@@ -192,7 +192,7 @@ def save(
     scheduler: Any = None,
     loss_scaler: Any = None,
     loader: Any = None,
-    beside: BackgroundSave | None = None,
+    beside: Beside | None = None,
     tag_validation: TagValidation = "Warn",
 ) -> bool:
     """Saves every state as it is now under a tag, so that a run can continue from it bit by bit. Returns True.
@@ -219,7 +219,7 @@ def save(
     tag, different arguments or states on ranks, and content that opening would refuse, such as a parameter's name with NUL.
     """
     saver = saver_of(shards)
-    found = beside or BackgroundSave(scheduler, loss_scaler, loader, client_state=dict(client_state or {}))
+    found = beside or Beside(scheduler, loss_scaler, loader, client_state=dict(client_state or {}))
 
     def draft() -> _Draft:
         folder = named_folder("save_dir", save_dir).absolute()
@@ -231,19 +231,19 @@ def save(
 
 
 @no_collection()
-def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: BackgroundSave | None = None) -> None:
+def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
     """Makes the current step durable without a tag; it replaces the last such step. Collective; blocks; raises as `save`."""
     capture_step(shards, optimizer, beside)
     shards.steps.commit()
 
 
 @no_collection()
-def capture_step(shards: Shards, optimizer: NativeOptimizer | None, beside: BackgroundSave | None = None) -> None:
+def capture_step(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
     """Captures the current step, which the next `StepRun.commit` makes durable; at once where no step goes on.
 
     Collective; blocks; raises as `save`, and that `commit` does.
     """
-    saver, found, steps = saver_of(shards), beside or BackgroundSave(), shards.steps
+    saver, found, steps = saver_of(shards), beside or Beside(), shards.steps
     steps.commit()
     content, _ = _agree(shards, lambda: _draft(shards, optimizer, found), "Ignore")
     steps.commit_later(functools.partial(saver.commit, content))
@@ -282,7 +282,7 @@ class _Draft(NamedTuple):
 def _draft(
     shards: Shards,
     optimizer: NativeOptimizer | None,
-    beside: BackgroundSave,
+    beside: Beside,
     save_dir: Path | None = None,
     tag: str | None = None,
     save_latest: bool = False,
