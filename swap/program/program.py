@@ -216,9 +216,9 @@ class Program(Generic[T]):
         """Gives tiles to a tentative run, which begins with the first of them. Does not block for transfers.
 
         Its tiles are read, computed and written as those of a run, beside the bytes that they replace. Until `commit` no read
-        finds the results. `drop`, `start` and `run` discard them. Tiles that need their caller are left out. What comes later
-        goes first, as the next forward needs it, but for tiles that are brought, which become ready in order; what `commit`
-        adds goes before all of these.
+        finds the results. `drop`, `start` and `run` discard them. Tiles that need their caller are left out. Later
+        tiles run first, in the order of the next forward. Tiles whose gradients are copied from an accelerator run in the order
+        given. Tiles that `commit` adds run before all others.
 
         total: the number of tiles of the run that it may become. Raises what `work` raises, NoSlotError and OSError as a write
         does; then nothing is given. False: the run has failed, or another one is under way.

@@ -99,7 +99,7 @@ class Running(Generic[T]):
         return self._has_brought and not self._has_called
 
     def take_on(self, work: TileWork[T]) -> None:
-        """Makes a tentative run the run of this work, which is that of its tiles."""
+        """Turns the speculative run into the committed run of `work`, which describes the same tiles."""
         self.work = work
 
     def show(self) -> None:

@@ -54,7 +54,7 @@ class KernelStep(NamedTuple):
 
 
 class NativeStep(NamedTuple):
-    """A native step, and what it points at, unless that outlives it anyway."""
+    """A native step. Its parts keep their tensors alive; without parts, the caller does."""
 
     struct: Any  # tm_step *
     parts: StepParts | None = None

@@ -253,11 +253,10 @@ class Sums:
 
     @contextlib.contextmanager
     def patching(self, entry: str, offset: int, data: torch.Tensor) -> Iterator[None]:
-        """Round writes of whole blocks that change no more of an entry than `data` at `offset`: what else they hold had been
-        read before.
+        """Encloses writes of whole blocks that change `data` at `offset` of an entry; their other bytes were read before.
 
-        What lies in `data` whole is known afterwards, what it cuts is not, and the rest keeps its checksums: they are not
-        those of what was read.
+        Pieces fully inside `data` get new checksums. Pieces partly inside lose theirs. Others keep theirs: the bytes that were
+        read around `data` are not summed.
         """
         table = self._tables.get(entry)
         if table is None:

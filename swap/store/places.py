@@ -108,7 +108,7 @@ class TileTransfers:
     native: tuple[Any, Any]  # tm_transfer[] of both
     late: Sequence[tuple[Any, int]]  # those of late reads, and their places in the bytes of these
     plan: Any = None
-    """What `keep` was given: what their user has made of them."""
+    """The TilePlan that was built from these transfers, as `keep` was given it."""
 
     def keep(self, plan: object) -> None:
         """Keeps something with these transfers."""

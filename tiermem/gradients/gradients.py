@@ -395,8 +395,7 @@ class GradientHomes:
     def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
         """The 2-norm of each parameter's gradient, after the mean over ranks, fp32, on a device. Collective.
 
-        Factors that an accelerator computes multiply there, and sums of squares that rest there are added up there: no thread
-        waits for them.
+        Scale factors and sums of squares on an accelerator stay there, so no thread waits for them.
         """
         self.store.join()
         known = [abs(s.gradient.known_factor) for s in shards]

@@ -72,7 +72,7 @@ class History:
 
 
 class Assumption(NamedTuple):
-    """All that a parameter's step depends on beside its states and its place."""
+    """What a speculative step assumes of one parameter: rule, scalars, step number, gradient version."""
 
     step: str  # the rule and its scalars: equal strings are equal bits
     num_steps: int

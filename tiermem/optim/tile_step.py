@@ -9,7 +9,7 @@ It reads, depending on what was written before and what the work needs (units/st
 
 It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for two kinds of steps on an
 accelerator: of states that rest there, where data that rests elsewhere is copied there and back; and of tiles that are sent
-there whole (tile_stream.py). The CPU steps other tiles meanwhile; `finish` tells when what is copied back is there. A thread of
+there whole (tile_stream.py). The CPU steps other tiles meanwhile; `finish` waits for copies back to host memory. A thread of
 the program waits for what is copied to a tile's buffer, before the buffer is written or used again. Gradients and weights that
 rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own; a thread of the program
 steps a tile whose weights do, and they go back from there.

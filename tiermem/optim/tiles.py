@@ -320,7 +320,7 @@ class StateTiles:
 
     @property
     def _is_overlapped(self) -> bool:
-        """Whether a step goes on beside what follows it."""
+        """Whether a step continues under the next forward."""
         shards = self._shards
         return overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) != "none"
 

@@ -79,7 +79,7 @@ def plan_unfrozen(
 ) -> Plan:
     """The plan of the same units with more of them trained (by index), within the same budgets.
 
-    Units and tiles that are there keep their sizes. When the budget is short, gradients go to NVME, then there are fewer tile
+    Existing units and tiles keep their sizes. When the budget is short, gradients go to NVME, then there are fewer tile
     buffers, and states that the first plan kept on HOST beyond their tier rest on NVME.
 
     keeps_grads: gradients stay on their tier. Raises ValueError with the arithmetic, and for a dtype without a master.
@@ -102,8 +102,8 @@ def take_disk(
 ) -> Plan:
     """Preallocates the disk space of a plan beyond what is in use; returns the plan for which every rank has room.
 
-    Of the slot of steps under backward it only looks whether there is room, once all ranks have what they must have:
-    `take_slot` takes it before the first of them. They are left out where a rank has none.
+    Space for steps under backward is only checked here, after every rank has reserved the rest; `take_slot` reserves it before
+    the first such step. If one rank lacks the space, no rank makes such steps.
 
     is_slot_taken: this rank has taken the slot. Leaving it out would give no space back, so the whole plan is taken.
 

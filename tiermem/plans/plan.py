@@ -280,7 +280,7 @@ class Planner:
     def drafted_within(self, num_bytes: int | None, tile_numel: int) -> tuple[int, ...]:
         """Units on HOST, by index, whose second copies take so many bytes at most; evenly spread. None: by the policy alone.
 
-        So while the accelerator computes the next forward with some that have been stepped, the CPU steps the others.
+        Spreading them lets the next forward start on stepped units while the CPU steps the rest.
         """
         sizes = [sum(self.copy_bytes(unit, tile_numel)) for unit in self._undone]
         if num_bytes is None:  # nobody has said how much memory there is

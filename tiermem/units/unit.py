@@ -247,7 +247,7 @@ class ShardRange(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Unit:
-    """Parameters that are fetched, gathered and released together. Its places never change; that it is trained may."""
+    """Parameters that are fetched, gathered and released together. Its layout is fixed. It can become trainable."""
 
     name: str
     index: int

@@ -172,7 +172,7 @@ def large_blocks_mapped() -> Iterator[None]:
 
 
 def give_back_free_memory() -> None:
-    """Hands the heap's free pages back to the kernel: what building left must not sit beside what training takes."""
+    """Hands the heap's free pages back to the kernel: memory freed after building is not counted during training."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
     if trim is not None:
         trim(0)

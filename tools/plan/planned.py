@@ -376,7 +376,7 @@ class Overlapped(NamedTuple):
 
     forecast: Forecast
     extra_disk_bytes: int
-    """That it takes of a rank's disks beside what "none" takes."""
+    """Disk bytes of a rank beyond those of overlap "none"."""
     extra_host_bytes: int
     """The same of host memory; 0 where a budget is filled in any case."""
 

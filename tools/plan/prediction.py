@@ -203,7 +203,7 @@ class Maths(NamedTuple):
     gradient_bytes_s: float | None
 
     def shared_by(self, num_ranks: int) -> Maths:
-        """What it takes each of so many ranks that share the processor on which it was measured."""
+        """The time per rank when `num_ranks` ranks share the measured processor."""
         gradients = None if self.gradient_bytes_s is None else self.gradient_bytes_s / num_ranks
         return Maths(self.compute.shared_by(num_ranks), self.use_s, gradients)
 

@@ -161,7 +161,7 @@ _CLASSES = (
     (EXP_AVG_SQ, "AdamW"), (EXP_AVG, "Lion"), ("sum", "Adagrad"), ("lr_decay", "Adagrad"), ("ns_steps", "Muon"),
     ("momentum_buffer", "SGD"), ("momentum", "SGD"),
 )  # fmt: skip
-"""(state or setting, the class that has it), the first that is there tells."""
+"""(state or setting, optimizer class): the first match decides."""
 
 
 def class_of(foreign: Foreign) -> str:
