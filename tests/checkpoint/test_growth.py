@@ -25,7 +25,7 @@ from tiermem.checkpoint.format.finding import cover
 from tiermem.checkpoint.format.manifest import Manifest, Part, PartFile, PartState, parse_manifest, parse_part
 from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, of_tensor, optimizer_of
 from tiermem.checkpoint.interchange.from_dcp import Plain
-from tiermem.checkpoint.interchange.from_dcp import _Reader as DcpReader
+from tiermem.checkpoint.interchange.from_dcp import _DcpReader as DcpReader
 from tiermem.checkpoint.interchange.write import read_foreign
 
 CPU_S_PER_BYTE = 2e-6

@@ -62,7 +62,7 @@ def test_one_block_at_most_is_in_memory(name: str, tmp_path: Path, monkeypatch: 
     plain = build(name)
     plain.save_pretrained(tmp_path)
     held: list[int] = []
-    read = pretrained.Stored.read
+    read = pretrained.StoredTensor.read
 
     def counted(stored: Any, reader: Any) -> torch.Tensor:
         value = read(stored, reader)
@@ -71,7 +71,7 @@ def test_one_block_at_most_is_in_memory(name: str, tmp_path: Path, monkeypatch: 
         return value
 
     alive: list[Any] = []
-    monkeypatch.setattr(pretrained.Stored, "read", counted)
+    monkeypatch.setattr(pretrained.StoredTensor, "read", counted)
     tiermem.from_pretrained(tmp_path, policy=on_nvme(tmp_path / "nvme"))
     in_block = max(len(group) for group in pretrained._by_block(dict.fromkeys(plain.state_dict())))
     assert max(held) <= (2 if name == "llama" else 3 * 4 + in_block)
