@@ -961,6 +961,59 @@ def test_a_tentative_run_that_is_not_committed_leaves_no_trace(
     check(store, names, [1] * 8, workers)
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_interrupt_amid_an_attempt_leaves_a_run_of_the_tiles_that_were_given(
+    make_store: Callable[..., TensorStore], workers: Workers, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    """Python notes tiles before native code is given them, and learns after it that it was."""
+    store = make_store(num_slots=2)
+    names, work, add = put(store, 6), Momentum(store, workers), TileProgram.add
+    pool = Pool(store.arena, TILE_BYTES, 2, "tiles")
+    program: Program[str] = Program(store, pool, workers)
+    assert program.attempt(names[4:], work, 6)
+
+    def interrupted(*given: Any) -> bool:
+        assert not is_given or add(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TileProgram, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            program.attempt(names[2:4], work, 6)
+    assert program.attempted == [*names[4:], *names[2 : 4 if is_given else 2]]
+    program.commit(names, work)
+    program.finish()
+    check(store, names, [1] * 6, workers)
+    assert program.attempt(names, work, 6)
+    program.drop()
+    assert num_free(pool) == 2
+    program.close()
+
+
+def test_what_follows_an_attempt_that_its_caller_left_waits_for_it(
+    make_store: Callable[..., TensorStore], workers: Workers
+) -> None:
+    """As after an interrupt on the last line of `attempt`: the thread of the program still plans tiles."""
+    store = make_store(num_slots=2)
+    names, work = put(store, 4), Momentum(store, workers)
+    program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
+    goes_on = threading.Event()
+
+    def slow() -> Iterator[str]:
+        goes_on.wait()
+        yield from names
+
+    caller = threading.Thread(target=lambda: program.attempt(slow(), work, 4))
+    caller.start()
+    threading.Timer(0.1, goes_on.set).start()
+    while not program._attempting.running():
+        time.sleep(0.001)
+    program.run(names, work)
+    caller.join()
+    check(store, names, [1] * 4, workers)
+    program.close()
+
+
 def test_a_tentative_run_without_a_free_slot_or_native_work_begins_nothing(
     make_store: Callable[..., TensorStore], workers: Workers
 ) -> None:
