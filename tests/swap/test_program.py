@@ -1003,13 +1003,15 @@ def test_what_follows_an_attempt_that_its_caller_left_waits_for_it(
         goes_on.wait()
         yield from names
 
-    caller = threading.Thread(target=lambda: program.attempt(slow(), work, 4))
+    found: list[bool] = []
+    caller = threading.Thread(target=lambda: found.append(program.attempt(slow(), work, 4)))
     caller.start()
     threading.Timer(0.1, goes_on.set).start()
     while not program._attempting.running():
         time.sleep(0.001)
     program.run(names, work)
     caller.join()
+    assert found == [True]
     check(store, names, [1] * 4, workers)
     program.close()
 
