@@ -61,6 +61,7 @@ from tiermem.swap.store.move import Move
 from tiermem.swap.store.store import TensorStore
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _CHUNK = 4  # tiles that are planned at a time while others run
 
@@ -477,7 +478,7 @@ class Program(Generic[T]):
                 self._left[future] = index
                 self._taken = Taken()  # from here on `drop` ends what the thread does not
                 is_left = True
-                self._help().submit(self._end_later, running, index, rest, future)
+                self._help().submit(_fulfil, future, functools.partial(self._end_work, running, index, rest))
             has_failed = False
         except Exception as error:
             running.causes.append(error)  # before the run ends
@@ -514,16 +515,6 @@ class Program(Generic[T]):
         """All the work on a tile that is not native. Blocks."""
         if (rest := self._begin_work(running, index, buffer)) is not None:
             rest()
-
-    def _end_later(
-        self, running: Running[T], index: int, rest: Callable[[], object], future: concurrent.futures.Future[None]
-    ) -> None:
-        """`_end_work`, unless the run was dropped before; the future tells `drop` of its end."""
-        if future.set_running_or_notify_cancel():
-            try:
-                self._end_work(running, index, rest)
-            finally:
-                future.set_result(None)
 
     def _end_work(self, running: Running[T], index: int, rest: Callable[[], object]) -> None:
         """Ends the work on a tile with the rest of it. In a thread of the program."""
@@ -628,8 +619,8 @@ class Program(Generic[T]):
             self._pool.give_back_all(self._slots)
 
 
-def _fulfil(future: concurrent.futures.Future[bool], act: Callable[[], bool]) -> None:
-    """Sets the result of a future, unless it was cancelled before."""
+def _fulfil(future: concurrent.futures.Future[R], act: Callable[[], R]) -> None:
+    """Calls a function for a future, unless `drop` or what follows has cancelled it: then it is never called."""
     if not future.set_running_or_notify_cancel():
         return
     try:
