@@ -6,4 +6,13 @@ curves                losses of a small model with its states in several precisi
 gpu, gpu_*            a machine's accelerator: `make gpu`
 parity                docs/parity.md: `make report`
 peers/                the same training by other systems: `make bench RUN="peers --preset 151m"`
+small_training, gpu_trace   a small model in any place, and a training under torch's profiler
 """
+
+import os
+from pathlib import Path
+
+
+def python_path() -> str:
+    """PYTHONPATH of a process that is to import this package."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))

@@ -42,14 +42,14 @@ from bench.gpu_passes import (
     train_everywhere,
 )
 from bench.gpu_report import draw_report, faults_of, print_report
+from bench.gpu_trace import MADE_BY
+from bench.small_training import Sizes, noting_failure
 from tiermem.swap.base.native import choose_isa
 from tiermem.swap.base.parts import Dither, Quantised, StepParts, StepRule, num_scales
 from tiermem.swap.kernels.device_kernels import DeviceKernels
 from tiermem.swap.memory import accelerator
 from tiermem.tools.measure.gpu_link import measure_copies, measure_registration
-from tiermem.tools.measure.gpu_trace import MADE_BY
 from tiermem.tools.measure.machine import available_bytes, machine_facts, read_word
-from tiermem.tools.measure.small_training import Sizes, noting_failure
 from tiermem.tools.presets import preset, read_shape
 from tiermem.tools.words import (
     EXIT_INTERRUPTED,

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.gpu_passes import run_process
+from bench.small_training import noting_failure
 from tiermem.swap.memory.accelerator import find_device, free_and_total
 from tiermem.tools.measure.machine import available_bytes
-from tiermem.tools.measure.small_training import noting_failure
 from tiermem.tools.presets import PRESETS, ModelShape, ModelSizes, llama
 from tiermem.tools.words import format_bytes, read_json
 

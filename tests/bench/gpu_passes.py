@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from tiermem.tools.measure.small_training import SAME, Sizes, compare
+from bench import python_path
+from bench.small_training import SAME, Sizes, compare
 from tiermem.tools.words import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,10 +199,11 @@ def _train(sizes: Sizes, folder: Path, each: Pass, timeout_s: float, *words: str
     """The figures that a process of small_training.py wrote, None if it wrote none; and how it ended."""
     with tempfile.TemporaryDirectory(dir=folder) as home:
         file = Path(home) / "figures.json"
-        command = [*each.prefix, sys.executable, "-m", "tiermem.tools.measure.small_training", "--folder", home]
+        command = [*each.prefix, sys.executable, "-m", "bench.small_training", "--folder", home]
         command += ["--json", str(file), *words]
         command += [word for name, value in sizes._asdict().items() for word in (f"--{name}", str(value))]
-        done = run_process(command, timeout_s, {**FIXED_WORKSPACE, **each.environment})
+        variables = {"PYTHONPATH": python_path(), **FIXED_WORKSPACE, **each.environment}
+        done = run_process(command, timeout_s, variables)
         return (read_json(file) if file.is_file() else None), done
 
 

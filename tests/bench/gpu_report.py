@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu_models import readme_table
+from bench.gpu_trace import LANES, MADE_BY, WAYS, Span, read_trace, split
+from bench.small_training import MOST_APART
 from tiermem.tools.measure.gpu_link import DIRECTIONS
-from tiermem.tools.measure.gpu_trace import LANES, MADE_BY, WAYS, Span, read_trace, split
 from tiermem.tools.measure.machine import caption
-from tiermem.tools.measure.small_training import MOST_APART, PHASES
+from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.record.plots import new_figure, save_figure
 from tiermem.tools.words import format_bytes
 

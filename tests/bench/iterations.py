@@ -42,7 +42,7 @@ from tiermem.swap.store.checksum import Sums
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.job.launcher import Job, large_blocks_mapped, resident_of
 from tiermem.tools.job.train_job import with_host_bytes
-from tiermem.tools.measure.small_training import PHASES
+from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.plan.planned import check_cap
 from tiermem.tools.plan.prediction import build_model
 from tiermem.tools.record.run_record import IoCounts, kernel_counts, median_limits

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench import python_path
 from bench.iterations import Least, Turn
 from bench.options import OverlapBenchOptions
 from tiermem.precision import DTYPES
@@ -83,8 +83,8 @@ class Trained(contextlib.AbstractContextManager["Trained"]):
         own = {**job.config.get("tiermem", {}), "overlap": overlap, "durability": "none"}  # nothing is saved
         file = folder / f"{overlap}.json"
         dataclasses.replace(job, config={**job.config, "tiermem": own}, events_file=None).save(file)
-        folders = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-        environment = [f"{name}={value}" for name, value in {**CHILD_ENVIRONMENT, "PYTHONPATH": folders}.items()]
+        variables = {**CHILD_ENVIRONMENT, "PYTHONPATH": python_path()}
+        environment = [f"{name}={value}" for name, value in variables.items()]
         program = [sys.executable, "-m", "bench.iterations", str(file)]
         with contextlib.ExitStack() as opened:
             self.limit: MemoryLimit = opened.enter_context(open_limit(job.memory_limit_bytes))

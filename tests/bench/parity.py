@@ -31,11 +31,11 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 import tiermem
+from bench.small_training import Block, Tower
 from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.ranks.joining import hold_no_group
 from tiermem.swap.base.native import IoSettings
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
-from tiermem.tools.measure.small_training import Block, Tower
 from tiermem.tools.words import EXIT_USER, message_of
 from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -23,10 +23,11 @@ from torch.multiprocessing.spawn import start_processes
 
 import tiermem
 from bench.options import RanksBenchOptions
+from bench.small_training import Block, Tower
 from tiermem import OffloadPolicy
 from tiermem.ranks.joining import hold_no_group
 from tiermem.tools.measure.machine import caption, machine_facts
-from tiermem.tools.measure.small_training import PHASES, Block, Tower, timed
+from tiermem.tools.measure.phases import PHASES, timed
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import stopped_by_sigterm
 

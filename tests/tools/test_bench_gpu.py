@@ -20,10 +20,10 @@ from bench import gpu, gpu_models, gpu_passes
 from bench.gpu_models import ModelRun, layers_that_fit, readme_table
 from bench.gpu_passes import Done, run_process, totals_of
 from bench.gpu_report import draw_report, faults_of, print_report
+from bench.gpu_trace import hidden_share, profiled, read_trace
+from bench.small_training import SAME, Sizes, compare, train_in
 from on_simulated import environment, python
 
-from tiermem.tools.measure.gpu_trace import hidden_share, profiled, read_trace
-from tiermem.tools.measure.small_training import SAME, Sizes, compare, train_in
 from tiermem.tools.presets import ModelSizes, llama
 from tiermem.tools.words import save_json
 
@@ -267,9 +267,10 @@ def test_a_large_model_has_the_layers_that_fit_and_peers_beside_host(
 
 def test_a_training_is_traced_on_a_device_without_kernels(tmp_path: Path) -> None:
     """On the CPU: the profiler runs, and tells that it saw no copies; nothing that overlaps changes a loss."""
-    words = ["-m", "tiermem.tools.measure.small_training", "--places", "cpu", "--folder", str(tmp_path), "--steps", "3"]
+    words = ["-m", "bench.small_training", "--places", "cpu", "--folder", str(tmp_path), "--steps", "3"]
     words += ["--width", "32", "--blocks", "1", "--samples", "4", "--json", str(tmp_path / "a.json")]
-    done = subprocess.run([sys.executable, *words, "--trace", str(tmp_path / "cpu.trace.json")], timeout=200)
+    command = [sys.executable, *words, "--trace", str(tmp_path / "cpu.trace.json")]
+    done = subprocess.run(command, timeout=200, cwd=TESTS)
     assert done.returncode == 0
     run = json.loads((tmp_path / "a.json").read_text())["runs"]["cpu"]
     assert run["hidden"]["both"]["share"] is None and run["num_traced_steps"] == 1

@@ -16,6 +16,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from bench.peers.compare import peers_table
 from fake_run import DEVICE_FIELDS, MIB
 from on_simulated import environment, python
 
@@ -26,7 +27,7 @@ from tiermem.tools.job.train_job import make_config
 from tiermem.tools.memory_limit import Charge
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.plan.planned import Cluster, Planned, Scenario, plan_scenario
-from tiermem.tools.record.reports import peers_table, plan_table, predicted_table, result_table
+from tiermem.tools.record.reports import plan_table, predicted_table, result_table
 from tiermem.tools.record.run_record import RunRecord
 from tiermem.tools.train.training import device_fields, explain_out_of_memory, out_of_memory_in
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.tools.measure.gpu_trace import _is_kept, hidden_share, read_trace, split
+from bench.gpu_trace import _is_kept, hidden_share, read_trace, split
+
 from tiermem.tools.words import save_json
 
 UP, DOWN, WITHIN = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)", "Memcpy DtoD (Device -> Device)"

@@ -26,7 +26,6 @@ from tiermem.swap.disk.passes import Passes
 from tiermem.swap.store.checksum import Verify
 from tiermem.tools.bench.witnesses import BareLoop
 from tiermem.tools.measure.files import BenchFiles
-from tiermem.tools.measure.small_training import Tower
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.record.plots import new_figure, save_figure, stack_bands
 from tiermem.tools.record.run_record import IoCounts, Span, busy_fraction, kernel_counts, rows_of, within
@@ -198,11 +197,12 @@ def state_bytes_of(num_params: int, precision: str, preset: str) -> int:
     return sum(part.num_bytes(num_params) for part in layout.parts)
 
 
-def _blocks(num_params: int, dtype: torch.dtype) -> Tower:
+def _blocks(num_params: int, dtype: torch.dtype) -> nn.Module:
     """Nothing but parameters, in units of at most 16 M elements."""
     count = math.ceil(num_params / (1 << 24))
     values = torch.full((num_params // count // _BLOCK_PARAMS,), 0.01, dtype=dtype)
-    return Tower(nn.ParameterList(nn.Parameter(values.clone()) for _ in range(_BLOCK_PARAMS)) for _ in range(count))
+    blocks = (nn.ParameterList(nn.Parameter(values.clone()) for _ in range(_BLOCK_PARAMS)) for _ in range(count))
+    return nn.ModuleDict({"layers": nn.ModuleList(blocks)})
 
 
 # ---- the roofline: the shortest time in which this machine could make the step ---------------------------------------

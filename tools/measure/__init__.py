@@ -6,6 +6,5 @@ Files in order: each imports only files before it.
     files           files that measurements of a disk read and write
     sustained       a disk's rate past its fast cache
     gpu_link        copies between host memory and an accelerator
-    gpu_trace       a training under torch's profiler
-    small_training  a small model in any place, timed
+    phases          the parts of a step, timed
 """

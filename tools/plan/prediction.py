@@ -30,7 +30,7 @@ from tiermem.tools.job.launcher import Job, compute_of
 from tiermem.tools.job.train_job import Config, precision_of, with_key
 from tiermem.tools.measure.gpu_link import measure_beside_copies, measure_link, measure_memory, step_passes
 from tiermem.tools.measure.machine import available_bytes, cache_bytes
-from tiermem.tools.measure.small_training import PHASES, clock_of, timed
+from tiermem.tools.measure.phases import PHASES, clock_of, timed
 from tiermem.tools.plan.planned import (
     ActivationBytes,
     Cluster,

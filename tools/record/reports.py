@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -362,21 +362,6 @@ def predicted_table(run: Mapping[str, Any]) -> Table | None:
     ):
         if predicted or measured:
             shown.add_row(what, _size(predicted), _size(measured), _ratio(predicted, measured))
-    return shown
-
-
-def peers_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """The same training by different means, side by side."""
-    has_device = any(_device_peak(run) is not None for run in runs)
-    figures = (">loss", ">forward s", ">backward s", ">step s", ">tokens/s", ">peak RSS", *(">peak GPU",) * has_device)
-    shown = table("side by side (same model, data, seed, threads, cap)", "run", *figures, "outcome")
-    for run in runs:
-        losses = run["losses"]
-        loss = f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "-"
-        times = map(_seconds, _medians(run).values())
-        speed = f"{run['tokens_per_s']:.1f}" if run["tokens_per_s"] else "-"
-        peaks = [_size(run["peak_rss_bytes"]), *[_size(_device_peak(run))] * has_device]
-        shown.add_row(run["name"], loss, *times, speed, *peaks, run["outcome"])
     return shown
 
 

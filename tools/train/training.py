@@ -36,7 +36,7 @@ from tiermem.tools.corpus import Corpus
 from tiermem.tools.job.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
 from tiermem.tools.job.train_job import CLIENT_KEY, Config, with_host_bytes
 from tiermem.tools.measure.files import measure_disks, why_unmeasured
-from tiermem.tools.measure.small_training import PHASES
+from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.measure.sustained import measure_sustained_disks
 from tiermem.tools.plan.card import NO_OTHER_WAY, Card, CardRoom, Chosen, choose_config, recomputes, settle_by_cap
 from tiermem.tools.plan.planned import (

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from bench.options import PeersOptions
 from bench.peers.runs import Peer, list_peers
 from tiermem.tools.job.launcher import Job
-from tiermem.tools.record.reports import peers_table
+from tiermem.tools.measure.phases import PHASES
+from tiermem.tools.record.reports import table
+from tiermem.tools.record.run_record import median_after_warm_up
 from tiermem.tools.train.train import run_one, train
-from tiermem.tools.words import save_json
+from tiermem.tools.words import format_bytes, save_json
 
 _PATIENCE_S = 300.0  # a peer that hangs, or thrashes below its cap, is a result too
 
@@ -46,6 +49,25 @@ class Peers:
         self._console.print(peers_table(runs))
         save_json(folder / "peers.json", {"runs": runs})
         return {"peers": runs[1:]}
+
+
+def peers_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """The same training by different means, side by side."""
+    has_device = any(run.get("device_memory") for run in runs)
+    figures = (">loss", ">forward s", ">backward s", ">step s", ">tokens/s", ">peak RSS", *(">peak GPU",) * has_device)
+    shown = table("side by side (same model, data, seed, threads, cap)", "run", *figures, "outcome")
+    for run in runs:
+        losses = run["losses"]
+        loss = f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "-"
+        medians = [median_after_warm_up(run[f"{phase}_s"]) for phase in PHASES]
+        times = ["-" if median is None else f"{median:.3f}" for median in medians]
+        speed = f"{run['tokens_per_s']:.1f}" if run["tokens_per_s"] else "-"
+        peaks = [run["peak_rss_bytes"]]
+        if has_device:
+            peaks.append((run.get("device_memory") or {}).get("peak_allocated_bytes"))
+        sizes = ["-" if peak is None else format_bytes(peak) for peak in peaks]
+        shown.add_row(run["name"], loss, *times, speed, *sizes, run["outcome"])
+    return shown
 
 
 def _run_peer(peer: Peer, job: Job, folder: Path, options: PeersOptions, console: Console) -> list[dict[str, Any]]:

@@ -45,8 +45,7 @@ def _trace_a_step(module: ModuleType) -> None:
     if not traced:
         return
     import torch
-
-    from tiermem.tools.measure.gpu_trace import hidden_share
+    from bench.gpu_trace import hidden_share
 
     report = module.Trainer._report_step
     profilers: list[Any] = []

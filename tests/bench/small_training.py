@@ -7,7 +7,7 @@
 `weights`, `host` and `nvme` compute the same in the same places, so their losses are equal to the bit. `cpu` and `device` do
 their sums elsewhere, in another order. The model is bf16 with fp32 masters; data are noise. Needs torch and tiermem alone.
 
-`python -m tiermem.tools.measure.small_training --folder F --json J` trains in some places in a process of its own, so that a
+`python -m bench.small_training --folder F --json J` trains in some places in a process of its own, so that a
 sanitizer, or the driver's environment variables, see a whole process (gpu_passes.py).
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import statistics
 import sys
 import tempfile
@@ -31,9 +30,10 @@ import torch
 from torch import nn
 
 import tiermem
+from bench.gpu_trace import profiled
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.memory.accelerator import is_accelerator, reset_peak, usage
-from tiermem.tools.measure.gpu_trace import profiled
+from tiermem.tools.measure.phases import PHASES, clock_of, timed
 from tiermem.tools.words import parse_list, save_json
 
 PLACES: dict[str, tuple[Tier, Tier]] = {
@@ -48,7 +48,6 @@ SAME = ("weights", "host", "nvme")
 """Places whose losses are equal to the bit."""
 MOST_APART = 0.02
 """Of losses in bf16 whose sums were made in another order."""
-PHASES = ("forward", "backward", "step")
 _NUM_CLASSES = 1000
 _NUM_BATCHES = 2
 
@@ -89,32 +88,6 @@ class Tower(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def timed(
-    clock: Callable[[], float], forward: Callable[[], torch.Tensor], *step: Callable[[], object]
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Makes one step; returns the loss that `forward` made, and the seconds of each of PHASES by a clock."""
-    marks = [clock()]
-    loss = forward()
-    marks.append(clock())
-    loss.backward()
-    marks.append(clock())
-    for each in step:
-        each()
-    marks.append(clock())
-    return loss, dict(zip(PHASES, (end - start for start, end in itertools.pairwise(marks)), strict=True))
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """A clock in seconds that waits until a device has done what was asked of it; for `timed`."""
-
-    def clock() -> float:
-        if is_accelerator(device):
-            torch.accelerator.synchronize(device)
-        return time.monotonic()
-
-    return clock
 
 
 def train_in(place: str, sizes: Sizes, folder: Path, after_step: Callable[[], object] | None = None) -> dict[str, Any]:
@@ -230,7 +203,7 @@ def noting_failure(failures: dict[str, str], part: str) -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tiermem.tools.measure.small_training")
+    parser = argparse.ArgumentParser(prog="bench.small_training")
     parser.add_argument("--places", default=",".join(PLACES))
     for name, value in Sizes._field_defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
