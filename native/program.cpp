@@ -36,7 +36,7 @@ template <class Holds> static bool wait_until(tm_program *p, Lock *lock, int64_t
 
 // ---- open and close -------------------------------------------------------------------------------------------------
 
-int tm_program_open(tm_workers *workers, tm_program **program) {
+int tm_program_open(tm_workers *workers, uint64_t most_bytes, tm_program **program) {
     if (!program)
         return -EINVAL;
     std::unique_ptr<tm_program> made(new (std::nothrow) tm_program);
@@ -44,6 +44,7 @@ int tm_program_open(tm_workers *workers, tm_program **program) {
         return -ENOMEM;
     made->owner = getpid();
     made->workers = workers;
+    made->most_bytes = most_bytes;
     // Signals are for the program's own threads.
     sigset_t all, before;
     sigfillset(&all);

@@ -111,6 +111,7 @@ enum tm_program_phase {
 struct tm_program {
     pid_t owner;
     tm_workers *workers = nullptr;
+    uint64_t most_bytes = 0; // of strips under way
     std::thread thread;
     tm_bell bell;
 

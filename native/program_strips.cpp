@@ -14,8 +14,6 @@
 
 #include "parts.h"
 
-static const uint64_t MOST_BYTES = 16 << 20; // of strips under way, or one: enough to keep a disk busy
-
 static bool is_cut(const tm_program_tile *tile) { return tile->num_strips > 1; }
 
 // ---- room -----------------------------------------------------------------------------------------------------------
@@ -58,7 +56,7 @@ static bool cut_buffer(tm_program *p, uint64_t bytes) {
 // The last free part that is large enough; may throw bad_alloc before anything is changed.
 static bool take_part(tm_program *p, uint64_t bytes, tm_room *room) {
     const uint64_t in_use = used_bytes(p);
-    if (in_use > 0 && in_use + bytes > MOST_BYTES)
+    if (in_use > 0 && in_use + bytes > p->most_bytes)
         return false;
     const auto fits = [&](const tm_room &part) { return part.bytes >= bytes; };
     auto found = std::find_if(p->free_parts.rbegin(), p->free_parts.rend(), fits);

@@ -417,7 +417,7 @@ int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, cons
  * Work of callers lies between a check and a sum of their own.
  *
  * A tile without flags whose columns are given goes this way in strips, each in a part of a buffer, unless the run has
- * one read or one write: few buffers are then in use, and what is under way is small enough for a processor's cache.
+ * one read or one write: few buffers are then in use, and what is under way stays in a processor's cache.
  * Its columns hold all that it reads and writes, and each piece lies in one strip. The tile is stepped, and has ended,
  * when all of its strips are. A difference ends the run before its own strip is stepped; others may be written.
  *
@@ -519,8 +519,9 @@ typedef struct tm_tile_times {
     int32_t is_ended;       /* stepped, and written if it had anything to write */
 } tm_tile_times;
 
-/* Starts the program's thread. `workers` (may be NULL) are shared with other kernels and outlive the program. */
-int tm_program_open(tm_workers *workers, tm_program **program);
+/* Starts the program's thread. `workers` (may be NULL) are shared with other kernels and outlive the program. Strips of
+ * at most so many bytes are under way, or one strip. */
+int tm_program_open(tm_workers *workers, uint64_t most_bytes, tm_program **program);
 
 /* Starts to read tiles at TM_BACKGROUND, as many as there are buffers, before it is known how they are stepped. Only
  * reads, checks and keys are looked at, and copied. -EBUSY: a run or an earlier begin is under way. */

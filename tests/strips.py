@@ -9,3 +9,4 @@ NUMEL = 2048
 def cut_small_tiles() -> None:
     """From now on this process steps tiles in such strips."""
     tiermem.units.state_layout.STRIP_NUMEL = NUMEL
+    tiermem.units.state_layout.AT_ONCE_BYTES = 0

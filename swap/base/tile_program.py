@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,6 +151,27 @@ class Taken:
         return self.tile[0] != _NO_TILE and self._thread == threading.get_ident()
 
 
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_LEAST_BYTES, _MOST_BYTES = 6 << 20, 16 << 20  # three strips; enough for every disk that was measured
+
+
+def cache_bytes() -> int:
+    """Bytes of the processor's last cache, as one core shares it; 0: unknown."""
+    sizes = [0]
+    for file in _CACHES.glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(file.read_text().strip().removesuffix("K")) << 10)
+    return max(sizes)
+
+
+def bytes_under_way() -> int:
+    """Most bytes of strips that a step has under way: those of which the processor's cache keeps four times as many.
+
+    A disk exchanges bytes faster with that cache than with memory.
+    """
+    return min(max(cache_bytes() // 4 or _MOST_BYTES, _LEAST_BYTES), _MOST_BYTES)
+
+
 class TileProgram:
     """A native step program with its own thread. Methods may be called from any thread; they raise OSError as `check` does.
 
@@ -158,7 +181,7 @@ class TileProgram:
 
     def __init__(self, workers: Workers | None) -> None:
         program, handle = ffi.new("tm_program **"), ffi.NULL if workers is None else workers.handle
-        check(lib.tm_program_open(handle, program), "starting the thread of a step program")
+        check(lib.tm_program_open(handle, bytes_under_way(), program), "starting the thread of a step program")
         self._handle, self._owner = program[0], os.getpid()
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from tiermem.swap.base.native import Counters, Fault, IoSettings, check_process
 from tiermem.swap.base.ranges import ByteRange
-from tiermem.swap.base.tile_program import TileProgram
+from tiermem.swap.base.tile_program import TileProgram, bytes_under_way
 from tiermem.swap.disk.files import Files
 from tiermem.swap.disk.passes import weigh
 from tiermem.swap.disk.paths import AnyPath, as_paths
@@ -95,6 +95,9 @@ class Resources:
             PathStats(s.facts.path, weight, count.read_bytes, count.written_bytes, s.used_bytes)
             for s, weight, count in zip(self.files.segments, self.files.weights, self._counters(queues), strict=True)
         )
+        why = "no transfer has been made yet"
+        if queues:
+            why = f"{queues.why}, {bytes_under_way() >> 20} MiB of a step under way"
         return StoreStats(
             nvme_read_bytes=sum(path.read_bytes for path in paths),
             nvme_written_bytes=sum(path.written_bytes for path in paths),
@@ -103,7 +106,7 @@ class Resources:
             host_peak_bytes=self.arena.peak_bytes,
             wait_s=self._recorder.wait_s,
             engine=queues.engine if queues else "none yet",
-            engine_why=queues.why if queues else "no transfer has been made yet",
+            engine_why=why,
             paths=paths,
         )
 

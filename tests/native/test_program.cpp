@@ -24,7 +24,7 @@ struct World {
         : num_tiles(num), queue(engine, 8, 16384, faults), grads(num * NUMEL), crcs(num), is_known(num) {
         CHECK(queue.is_open);
         CHECK_EQUAL(tm_workers_open(2, &workers), 0);
-        CHECK_EQUAL(tm_program_open(workers, &program), 0);
+        CHECK_EQUAL(tm_program_open(workers, 16 << 20, &program), 0);
         Numbers numbers{7};
         for (float &grad : grads)
             grad = numbers.uniform();

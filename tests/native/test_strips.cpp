@@ -109,7 +109,7 @@ struct World {
         : num_tiles(num), queue(engine, 8, 4096, faults), memory(num_buffers * TILE), given(num) {
         CHECK(queue.is_open);
         CHECK_EQUAL(tm_workers_open(2, &workers), 0);
-        CHECK_EQUAL(tm_program_open(workers, &program), 0);
+        CHECK_EQUAL(tm_program_open(workers, 16 << 20, &program), 0);
         for (uint32_t i = 0; i < num_buffers; ++i)
             buffers.push_back(memory.data + i * TILE);
         for (int column = 0; column < NUM_COLUMNS; ++column) {

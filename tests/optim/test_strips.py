@@ -63,9 +63,28 @@ def test_strips_have_the_bits_of_whole_tiles(preset: str, tmp_path: Path, monkey
 
     monkeypatch.setattr(TilePass, "columns", count)
     monkeypatch.setattr(state_layout, "STRIP_NUMEL", 1 << 16)
+    monkeypatch.setattr(state_layout, "AT_ONCE_BYTES", 0)
     in_strips = trained(tmp_path, precision)
     assert max(most) == (2 if precision.moments == "8bit" else 8)
     most.clear()
     monkeypatch.setattr(state_layout, "STRIP_NUMEL", 1 << 20)
     assert_same_tensors(trained(tmp_path, precision), in_strips)
     assert max(most) == 1
+
+
+def test_strips_of_small_states_are_moved_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits; their checksums stay those of single strips."""
+    monkeypatch.setattr(state_layout, "STRIP_NUMEL", 1 << 16)
+    monkeypatch.setattr(state_layout, "AT_ONCE_BYTES", 0)
+    one_by_one = trained(tmp_path, Precision.preset("compact"))
+    columns, strips = TilePass.columns, set[int]()
+
+    def count(self: TilePass, tile: Tile) -> list[Column]:
+        found = columns(self, tile)
+        strips.add(sum(each.strip_bytes for each in found))
+        return found
+
+    monkeypatch.setattr(TilePass, "columns", count)
+    monkeypatch.setattr(state_layout, "AT_ONCE_BYTES", 1 << 21)
+    assert_same_tensors(trained(tmp_path, Precision.preset("compact")), one_by_one)
+    assert strips == {3 * 10 << 16}, strips

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiermem.tools.measure import machine
-from tiermem.tools.measure.machine import cache_bytes, machine_facts, memory_bytes, place_of
+from tiermem.tools.measure.machine import machine_facts, memory_bytes, place_of
 
 MOUNTS = """\
 21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
@@ -56,13 +56,3 @@ def test_the_facts_name_what_a_figure_needs(tmp_path: Path) -> None:
     assert datetime.datetime.fromisoformat(facts["date"]).tzinfo is not None
     assert facts["paths"][0]["path"] == str(tmp_path)
     assert facts["paths"][0]["file_system"] != "unknown"
-
-
-def test_the_largest_cache_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermem.tools.measure.machine._CACHES", tmp_path)
-    assert cache_bytes() == 0  # the system tells of none
-    for index, size in enumerate(("48K", "2048K", "307200K", "")):
-        folder = tmp_path / f"index{index}"
-        folder.mkdir()
-        (folder / "size").write_text(f"{size}\n")
-    assert cache_bytes() == 300 << 20

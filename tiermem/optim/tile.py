@@ -22,6 +22,7 @@ from tiermem.swap.base.parts import Q8_BLOCK, num_scales
 from tiermem.swap.base.ranges import ByteRange, Column, round_up, within
 from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.units import state_layout
 from tiermem.units.state_layout import MASTER, SCALES, StateLayout, StatePart, StateRange, planned_layout
 from tiermem.units.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.weights.unit_state import LiveUnit
@@ -118,6 +119,8 @@ class Tile(StateTile):
             found.append(Column(ByteRange(self.weight_place, self.slice_bytes), strip * self.dtype.itemsize))
         if reads_grads:
             found.append(Column(ByteRange(self.grad_place, self.grad_bytes), strip * self.grad_dtype.itemsize))
+        at_once = max(1, round(state_layout.AT_ONCE_BYTES / max(1, sum(each.strip_bytes for each in found))))
+        found = [Column(place, strip_bytes * at_once) for place, strip_bytes in found]
         has_pages = all(size % ALIGNMENT == 0 for place, strip_bytes in found for size in (*place, strip_bytes))
         return found if has_pages else []
 

@@ -27,7 +27,9 @@ MASTER = "master"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 FP32_BYTES = 4
 STRIP_NUMEL = 1 << 17
-"""Elements of a strip of a tile: two megabytes of an exact step, one of a compact one."""
+"""Elements of a strip of a tile, with checksums of its own: two megabytes of an exact step, one of a compact one."""
+AT_ONCE_BYTES = 2 << 20
+"""About what is read, stepped and written at once: with fewer bytes threads wake each other as long as they work."""
 
 Kind = Literal["fp32", "bf16", "fp16", "split", "8bit"]
 

@@ -22,6 +22,7 @@ from tiermem.optim.classes import AdamW
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.swap.base.ranges import round_up
+from tiermem.swap.base.tile_program import bytes_under_way
 from tiermem.swap.disk.passes import Passes
 from tiermem.swap.store.checksum import Verify
 from tiermem.tools.bench.witnesses import BareLoop
@@ -154,6 +155,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
             "resident_bytes": resident_bytes,
             "resident_fraction": resident_bytes / state_bytes,
             "engine": self._shards.store.stats().engine,
+            "bytes_under_way": bytes_under_way(),
         }
         params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
         read_params = sum(tile.slice_bytes for tile in tiles if tile.layout.reads_weight)

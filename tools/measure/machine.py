@@ -20,7 +20,6 @@ from tiermem.tools.words import format_bytes, parse_bytes
 
 _UNKNOWN = "unknown"
 _MOUNTS = Path("/proc/self/mountinfo")
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _NETWORKED = re.compile(r"^(nfs|cifs|smb|9p|virtiofs|fuse|lustre|ceph)")
 
 
@@ -99,12 +98,6 @@ def memory_bytes() -> int:
 def available_bytes() -> int:
     """Memory that could be had now without swapping."""
     return bytes_in(read_table("/proc/meminfo"), "MemAvailable")
-
-
-def cache_bytes() -> int:
-    """Bytes of the processor's last cache; 0: unknown."""
-    sizes = [read_word(file) for file in sorted(_CACHES.glob("index*/size"))]
-    return max((parse_bytes(f"{size}iB") for size in sizes if size.endswith("K")), default=0)
 
 
 def virtualisation() -> str:

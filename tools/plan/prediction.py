@@ -23,13 +23,14 @@ from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Precision, Tier
 from tiermem.precision import DTYPES
 from tiermem.swap.base.native import Workers
+from tiermem.swap.base.tile_program import cache_bytes
 from tiermem.swap.disk.queue import Event
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.swap.store.checksum import crc32c
 from tiermem.tools.job.launcher import Job, compute_of
 from tiermem.tools.job.train_job import Config, precision_of, with_key
 from tiermem.tools.measure.gpu_link import measure_beside_copies, measure_link, measure_memory, step_passes
-from tiermem.tools.measure.machine import available_bytes, cache_bytes
+from tiermem.tools.measure.machine import available_bytes
 from tiermem.tools.measure.phases import PHASES, clock_of, timed
 from tiermem.tools.plan.planned import (
     ActivationBytes,
