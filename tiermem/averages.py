@@ -157,7 +157,8 @@ class EMA:
         """
         self._check_may_change()
         for name, param in self._params.items():
-            value, owner = self._whole(name), registry.owner_of(param)
+            value = self._whole(name)
+            owner = registry.owner_of(param)
             if isinstance(owner, Shards):
                 owner.replace(param, value)
             else:
@@ -183,7 +184,8 @@ class EMA:
             )
         for name, param in self._params.items():
             self._fill(name, _mine(param, averages[name]))
-        self.decay, self.num_updates = float(state_dict["decay"]), int(state_dict["num_updates"])
+        self.decay = float(state_dict["decay"])
+        self.num_updates = int(state_dict["num_updates"])
 
     def close(self) -> None:
         """Frees the averages' memory and files. Blocks; raises the first error of a write."""
@@ -229,7 +231,8 @@ class EMA:
         """Every piece of a kind, or of one parameter."""
         found = []
         for name, param in self._params.items() if only is None else [(only, self._params[only])]:
-            numel, dtype = _num_mine(param), self._dtypes[name] if kind == "average" else param.dtype
+            numel = _num_mine(param)
+            dtype = self._dtypes[name] if kind == "average" else param.dtype
             step = _PIECE_NUMEL if _is_flat(param) else max(1, numel)
             found += [
                 _Piece(name, param, f"{kind}/{name}", dtype, start, min(step, numel - start))
@@ -249,7 +252,8 @@ class EMA:
 
     def _whole(self, name: str) -> torch.Tensor:
         """A parameter's average: whole, of a DTensor placed as it. Collective."""
-        param, owner = self._params[name], registry.owner_of(self._params[name])
+        param = self._params[name]
+        owner = registry.owner_of(self._params[name])
         local = torch.empty(_num_mine(param), dtype=self._dtypes[name])
         own = self._pieces("average", name)
         self._run(own, lambda piece, average: local[piece.elements].copy_(average), changes=False)
@@ -352,7 +356,8 @@ def _read(param: nn.Parameter, elements: slice) -> torch.Tensor:
 
 def _write(piece: _Piece, values: torch.Tensor) -> None:
     """Overwrites elements of a parameter where they rest; `Shards.refresh` shows them. Blocks."""
-    owner, values = registry.owner_of(piece.param), values.to(piece.param.dtype)
+    owner = registry.owner_of(piece.param)
+    values = values.to(piece.param.dtype)
     if isinstance(owner, Shards):
         live, shard = owner.find(piece.param)
         owner.values.put_elements(live, shard.shard_offset + piece.start, values)

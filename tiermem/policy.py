@@ -68,7 +68,8 @@ class CombinedError(ValueError):
     """Several problems of one value: for each a field or key, empty for the whole, and a sentence."""
 
     def __init__(self, found: Sequence[tuple[str, str]], joint: str = ": ") -> None:
-        self.found, self.joint = tuple(found), joint
+        self.found = tuple(found)
+        self.joint = joint
         super().__init__("; ".join(f"{key}{joint}{message}" if key else message for key, message in found))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -76,7 +76,8 @@ def check_fields(value: object, context: str = "") -> None:
 @functools.cache
 def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
     """For each field that has a Range or words: both. None is a word where the annotation has it."""
-    allowed, ranges = {}, marks_of(cls, Range)
+    allowed = {}
+    ranges = marks_of(cls, Range)
     for name, parts in _parts_of(cls).items():
         plain = [getattr(part, "__origin__", part) if hasattr(part, "__metadata__") else part for part in parts]
         words = [word for part in plain if typing.get_origin(part) is Literal for word in typing.get_args(part)]
@@ -96,7 +97,8 @@ def marks_of(cls: type, kind: type[Mark]) -> dict[str, Mark]:
 @functools.cache
 def _parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
     """For each field the members of its union, or its only type."""
-    hints, unions = typing.get_type_hints(cls, include_extras=True), (typing.Union, types.UnionType)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    unions = (typing.Union, types.UnionType)
     return {
         name: typing.get_args(hint) if typing.get_origin(hint) in unions else (hint,) for name, hint in hints.items()
     }
@@ -161,7 +163,8 @@ class Precision:
 
     def key(self, name: str) -> int:
         """What stochastic rounding of a parameter is keyed by: seed and full name, mixed into 64 bits."""
-        text, seed = name.encode(errors="surrogatepass"), self.seed.to_bytes(8, "little")
+        text = name.encode(errors="surrogatepass")
+        seed = self.seed.to_bytes(8, "little")
         digest = hashlib.blake2b(text, digest_size=8, key=seed)
         return int.from_bytes(digest.digest(), "little")
 

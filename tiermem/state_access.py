@@ -268,7 +268,8 @@ def _state_part(place: _Place, key: str) -> torch.Tensor | None:
 
 
 def _states_of(place: _Place, key: str | None = None) -> StateTiles:
-    tiles, name = tiles_of(place.shards), place.shard.name
+    tiles = tiles_of(place.shards)
+    name = place.shard.name
     if not place.live.unit.is_trainable:
         raise ValueError(f"{name} is frozen, or its model is for inference: it has no optimizer states")
     if tiles is None:
@@ -297,7 +298,8 @@ def _put_gradient(place: _Place, part_of: Callable[[_Place, torch.Tensor], torch
 
 def _check_phase(place: _Place) -> None:
     """Raises RuntimeError unless reduced gradients exist now; ValueError for a frozen parameter."""
-    shards, shard = place.shards, place.shard
+    shards = place.shards
+    shard = place.shard
     if not place.live.unit.is_trainable:
         raise ValueError(f"{shard.name} is frozen, or its model is for inference: it has no gradient")
     if shards.homes.store.home is None:

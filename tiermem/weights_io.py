@@ -87,7 +87,8 @@ class SafetensorsFile:
         with durable.named(self._new.path):
             while data:
                 done = os.pwrite(self._new.fd, data, offset)
-                data, offset = data[done:], offset + done
+                data = data[done:]
+                offset = offset + done
 
 
 class TorchFile:
@@ -324,7 +325,8 @@ def _header_of(file: Path) -> tuple[dict[str, Any], int]:
 def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterator[StoredTensor]:
     for name, entry in header.items():
         try:
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(_size(n) for n in entry["shape"])
+            dtype = _DTYPES[entry["dtype"]]
+            shape = tuple(_size(n) for n in entry["shape"])
             first, last = (_size(n) for n in entry["data_offsets"])
             if len(shape) > 64:  # torch's limit
                 raise ValueError

@@ -56,7 +56,8 @@ def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
                 refused.add_row(problem.path or "the config", problem.message)
             console.print(refused)
             return EXIT_REFUSED
-    shown, rows = table(f"{file}: accepted", "key", "value", "here", "note"), config.report()
+    shown = table(f"{file}: accepted", "key", "value", "here", "note")
+    rows = config.report()
     told = [row for row in rows if shows_all or row.is_set]
     for row in told:
         shown.add_row(row.key, str(row.value), Text(row.how, style=_STYLES[row.how]), row.note)
@@ -75,7 +76,8 @@ def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
 # left or changed.
 
 _TRIED_CAP_BYTES = 256 << 20
-_FILE_BYTES, _LEAST_FILE_BYTES = 1 << 30, 64 << 20
+_FILE_BYTES = 1 << 30
+_LEAST_FILE_BYTES = 64 << 20
 _USEFUL_MEMLOCK_BYTES = 64 << 20
 
 
@@ -90,7 +92,8 @@ class Finding(NamedTuple):
 def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> int:
     """Prints the report and returns 0. Blocks for the measurements; raises OSError when a folder is not usable."""
     shown = table("tiermem check", "", "found", "to mend")
-    shown.columns[0].style, shown.columns[2].style = "bold", "yellow"
+    shown.columns[0].style = "bold"
+    shown.columns[2].style = "yellow"
     findings = [finding for path in paths for finding in find_path(path)]
     findings += [*find_system(), *find_gpu()]
     for path in paths:
@@ -104,7 +107,8 @@ def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> in
 
 def find_path(path: Path) -> Iterator[Finding]:
     """The folder's file system, room, direct I/O and alignment. Raises OSError for a folder that is not usable."""
-    facts, kind = probe_path(path), memory_backed(path)
+    facts = probe_path(path)
+    kind = memory_backed(path)
     where = f", in memory ({kind})" if kind else ""
     advice = "name a folder on a disk: what rests here takes memory" if kind else ""
     yield Finding(
@@ -130,7 +134,8 @@ def find_system() -> Iterator[Finding]:
     shown = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
     is_low = soft != resource.RLIM_INFINITY and soft < _USEFUL_MEMLOCK_BYTES
     yield Finding("memlock", shown, "ulimit -l unlimited lets the kernel keep buffers registered" if is_low else "")
-    most, used = read_word("/proc/sys/fs/aio-max-nr"), read_word("/proc/sys/fs/aio-nr")
+    most = read_word("/proc/sys/fs/aio-max-nr")
+    used = read_word("/proc/sys/fs/aio-nr")
     yield Finding("Linux AIO", f"aio-max-nr {most}, in use {used}" if most else "not in this kernel")
     disabled = read_word("/proc/sys/kernel/io_uring_disabled")
     if disabled not in ("", "0"):

@@ -58,7 +58,9 @@ from tiermem.tools.words import format_bytes, read_json
 # left goes, and a `latest` that is lost, damaged, stale or names no tag names the newest whole one. It says what it does,
 # and refuses while a run lives here.
 
-EXIT_DEAD, EXIT_UNREAD, EXIT_DAMAGED = 1, 2, 3
+EXIT_DEAD = 1
+EXIT_UNREAD = 2
+EXIT_DAMAGED = 3
 _SPACE = (">on the disk", ">durable", ">live", ">free", ">unclear", ">records")
 _STYLES = {"whole": "green", "live": "cyan", "kept": "green", "dead": "yellow", "unseen": "yellow"}
 _STYLES |= {"removed": "yellow", "unread": "yellow"}
@@ -193,7 +195,8 @@ Figures = Mapping[str, Any]
 def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
     """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
     with Source.open(options.where, options.tag) as source:
-        manifest, place = source.manifest, str(source.place)
+        manifest = source.manifest
+        place = str(source.place)
         named: Sequence[Parameter] = manifest.parameters
         if options.patterns:
             named = [p for p in named if any(fnmatch.fnmatchcase(p.name, each) for each in options.patterns)]
@@ -338,7 +341,8 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
     dtype = None if given is None else dtype_of(given)
     with Source.open(options.where, options.tag) as source:
         files, num_bytes = (_export_dcp if options.is_dcp else _export_weights)(options, source, dtype, console)
-        step, excluded = source.manifest.step, source.manifest.excluded
+        step = source.manifest.step
+        excluded = source.manifest.excluded
     if options.shows_json:
         print_json(
             {"made_by": "tiermem export", "step": step, "files": files, "num_bytes": num_bytes, "folder": options.out}

@@ -141,7 +141,8 @@ def _parameters_of(kind: Any) -> Iterator[inspect.Parameter]:
     """typer's parameters for the fields of a dataclass of options.py."""
     hints = typing.get_type_hints(kind)
     for field, said in options_of(kind).items():
-        hint, default = hints[field], said.given
+        hint = hints[field]
+        default = said.given
         if said.parse is not None:  # a text, or a flag
             hint = str | None if default is None else type(default)
         elif typing.get_origin(hint) is collections.abc.Sequence:
@@ -203,7 +204,8 @@ def _root(
     """Train models whose states do not fit in memory."""
 
 
-_STOPPED, _UNWRITTEN = "stopped; nothing is left on the paths", "stopped by Ctrl-C; nothing was written"
+_STOPPED = "stopped; nothing is left on the paths"
+_UNWRITTEN = "stopped by Ctrl-C; nothing was written"
 
 register(app, "train", options.TrainOptions, "tiermem.tools.train.train.train", None)
 register(app, "plan", options.PlanOptions, "tiermem.tools.plan.plan.plan", _UNWRITTEN)

@@ -99,7 +99,8 @@ def check_bytes_suit(model: Path) -> None:
 
 def _read(files: Iterable[Path], max_bytes: int) -> tuple[bytes, int]:
     """The text, and the bytes that all files have."""
-    text, whole_bytes = bytearray(), 0
+    text = bytearray()
+    whole_bytes = 0
     for file in files:
         whole_bytes += file.stat().st_size
         if len(text) < max_bytes:

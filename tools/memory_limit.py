@@ -277,7 +277,8 @@ def _left_in_cgroups() -> list[int]:
     ):
         own = own_cgroup(controller)
         for folder in () if own is None else (own, *own.parents):
-            most, used = _number(folder / limit), _number(folder / usage)
+            most = _number(folder / limit)
+            used = _number(folder / usage)
             if most is not None and used is not None:
                 left.append(max(0, most - used))
     return left
@@ -336,7 +337,8 @@ def _charge_v2(folder: Path, in_full: bool) -> Charge:
     charge = Charge(_number(folder / "memory.current"), _number(folder / "memory.peak"))
     if not in_full:
         return charge
-    stat, events = _table(folder / "memory.stat"), _table(folder / "memory.events")
+    stat = _table(folder / "memory.stat")
+    events = _table(folder / "memory.events")
     anonymous = None if "anon" not in stat else stat["anon"] + stat.get("kernel", 0)
     return charge._replace(anonymous_bytes=anonymous, num_kills=events.get("oom_kill"), num_hits=events.get("max"))
 

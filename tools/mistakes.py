@@ -70,16 +70,19 @@ def answer(error: Any, given: Sequence[str]) -> str:
     """The line for a usage error of typer's: the command, what is wrong, and the command line to write instead."""
     context = error.ctx
     command = None if context is None else context.command
-    options, known = _options_of(command), getattr(command, "commands", {})
+    options = _options_of(command)
+    known = getattr(command, "commands", {})
     path = context.command_path if context is not None else f"{PROGRAM} {' '.join(given[:1])}"
     num_words = len(path.split()) - 1  # of the command
-    unknown, extra = _UNKNOWN.search(error.message), _EXTRA.search(error.message)
+    unknown = _UNKNOWN.search(error.message)
+    extra = _EXTRA.search(error.message)
     name: str | None = getattr(error, "option_name", None)
     parameter: Any = getattr(error, "param", None)
     first = "".join(given[num_words : num_words + 1])
     if name is not None and "--preset" in options and first and not first.startswith("-"):
         given = corrected(given, {first: _option_for(first, options)})
-    said, instead = error.message.rstrip("."), dict[str, str]()
+    said = error.message.rstrip(".")
+    instead = dict[str, str]()
     if unknown:
         said = f"there is no command {unknown[1]!r}"
         meant = _COMMANDS.get(unknown[1]) or _near(unknown[1], known)
@@ -101,16 +104,20 @@ def answer(error: Any, given: Sequence[str]) -> str:
         instead = {f"<{each.name}>": f"{_name_of(each)} {_example(each)}".strip() for each in missing}
     elif parameter is not None:
         name = _name_of(parameter)
-        said, instead = f"{name}: {said}", {name: f"{name} {_example(parameter)}".strip()}
+        said = f"{name}: {said}"
+        instead = {name: f"{name} {_example(parameter)}".strip()}
     return _sentence(path, said, corrected(given, instead))
 
 
 def _without(name: str, given: Sequence[str], num_words: int, command: Any) -> tuple[str, list[str]]:
     """What is wrong with an option that a command does not have, and the command line to write."""
-    said, words, options = f"there is no option {name}", list(given), _options_of(command)
+    said = f"there is no option {name}"
+    words = list(given)
+    options = _options_of(command)
     if len(name) == 2 and name not in given:  # -p of -preset
         typed = next((word for word in given if word.startswith(name)), name)
-        name, said = typed, f"there is no option {typed}"
+        name = typed
+        said = f"there is no option {typed}"
     there = {each: _options_of(known) for each, known in getattr(command, "commands", {}).items()}
     written = {word.partition("=")[0] for word in words}
     if (meant := _meant(name, [each for each in options if each not in written])) is not None:
@@ -125,7 +132,8 @@ def _without(name: str, given: Sequence[str], num_words: int, command: Any) -> t
 
 def corrected(given: Sequence[str], instead: Mapping[str, str]) -> list[str]:
     """The command line with other words in place of an option and its value, or of a word; what is not there is added."""
-    words, left = list[str](), dict(instead)
+    words = list[str]()
+    left = dict(instead)
     position = 0
     while position < len(given):
         word = given[position]

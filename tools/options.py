@@ -53,14 +53,17 @@ SEQUENTIAL = ("read", "write", "mixed")
 MODES = (*SEQUENTIAL, "random", "tensors", "sustained")
 
 LEAST_MEMORY_BYTES = 32 << 20
-_LEAST_STEPPED, _LEAST_ADAM = 4096, 1024  # parameters
+# parameters
+_LEAST_STEPPED = 4096
+_LEAST_ADAM = 1024
 _PAGE_BYTES = 4096
 
 MADE_OF = ("offload", "precision", "states", "batch", "overlap")
 """The options that `plan` makes a config of, where none is given."""
 _OF_A_MACHINE = memory_of(1 << 20)
 RECOMPUTE = "--checkpointing/--no-checkpointing"
-POSITIVE, CORES = at_least(1), from_to(1, num_cores, ", the cores of this process")
+POSITIVE = at_least(1)
+CORES = from_to(1, num_cores, ", the cores of this process")
 ENGINE = OneOf(*ENGINES)
 
 # ---- the commands ----------------------------------------------------------------------------------------------------

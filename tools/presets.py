@@ -105,7 +105,8 @@ def check_shape(shape: ModelShape) -> None:
             f"vocab_size is {vocabulary}; bytes of text are the tokens, so at least {_NUM_BYTE_VALUES} are due"
         )
     hidden = None if shape.get("head_dim") else shape.get("hidden_size", shape.get("n_embd"))
-    heads, few = shape.get("num_attention_heads", shape.get("n_head")), shape.get("num_key_value_heads")
+    heads = shape.get("num_attention_heads", shape.get("n_head"))
+    few = shape.get("num_key_value_heads")
     for key, part, whole_key, whole in (
         ("num_attention_heads", heads, "hidden_size", hidden),
         ("num_key_value_heads", few, "num_attention_heads", heads),

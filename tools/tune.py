@@ -40,7 +40,8 @@ from tiermem.tools.words import check_outputs, format_bytes, save_json
 T = TypeVar("T")
 R = TypeVar("R")
 
-LEAST_TURN_S, MOST_TURN_S = 0.04, 0.25
+LEAST_TURN_S = 0.04
+MOST_TURN_S = 0.25
 _TURNS_OF_ROUND = 3  # aimed at: a turn is a third of what a round leaves to a candidate
 
 
@@ -77,13 +78,15 @@ def halve(
     if not candidates:
         raise ValueError("no candidates")
     shuffler = random.Random(0)
-    left, dropped = [Standing(each, []) for each in candidates], list[Standing[T]]()
+    left = [Standing(each, []) for each in candidates]
+    dropped = list[Standing[T]]()
     deadline = clock() + seconds
 
     def play(round_s: float) -> None:
         """One round: sweeps over the candidates until its time is over, so that all have the same number of turns."""
         turn_s = min(MOST_TURN_S, max(LEAST_TURN_S, round_s / (_TURNS_OF_ROUND * len(left))))
-        start, sweep_s = clock(), 0.0
+        start = clock()
+        sweep_s = 0.0
         while not all(standing.costs for standing in left) or clock() - start + sweep_s <= round_s:
             began = clock()
             for standing in shuffler.sample(left, len(left)):
@@ -98,7 +101,8 @@ def halve(
         play((deadline - clock()) / (num_rounds - number))
         ranked = sorted(left, key=lambda standing: standing.cost)
         half = -(-len(ranked) // 2)
-        left, dropped = ranked[:half], ranked[half:] + dropped
+        left = ranked[:half]
+        dropped = ranked[half:] + dropped
     return left + dropped
 
 
@@ -124,7 +128,8 @@ def thin(candidates: Sequence[T], turn_s: Callable[[T], float], seconds: float) 
 # none is left behind. They are written once at the start, because reads of unwritten blocks do not reach the disk.
 #
 
-STEP_BYTES, FETCH_BYTES = 26, 4
+STEP_BYTES = 26
+FETCH_BYTES = 4
 _MIXED_PART = 0.7  # of a turn's time; the rest reads
 _FIRST_BYTES = 64 << 20  # written to see how fast a path is
 
@@ -183,7 +188,8 @@ class StepMix:
 
     def turn(self, io: IoSettings, seconds: float) -> Turn:
         """Moves bytes for about `seconds`, and never fewer than fill the queue. Blocks; raises Refused and OSError."""
-        window, known = io.block_bytes * io.depth, self._latest.get(io, self._first)
+        window = io.block_bytes * io.depth
+        known = self._latest.get(io, self._first)
         mixed_bytes = [max(window, int(rate * 5e8 * seconds * _MIXED_PART)) for rate in known.mixed_gbps]
         read_bytes = [max(window, int(rate * 1e9 * seconds * (1 - _MIXED_PART))) for rate in known.read_gbps]
         with contextlib.ExitStack() as closing:
@@ -236,7 +242,8 @@ def _write_once(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> int
 BLOCKS = tuple(256 << 10 << power for power in range(6))  # 256 KiB to 8 MiB
 DEPTHS = (4, 8, 16, 32, 64, 128)
 _MOST_THREADS = 32
-_LEAST_WINDOW_BYTES, _MOST_WINDOW_BYTES = 2 << 20, 64 << 20
+_LEAST_WINDOW_BYTES = 2 << 20
+_MOST_WINDOW_BYTES = 64 << 20
 
 
 def engines_that_run(asked: Sequence[str]) -> list[str]:
@@ -348,9 +355,13 @@ def _is_ours(file: Path) -> bool:
 # would give once in twenty runs. Else the defaults are written, with a message. The search leaves out `single_submit` and
 # `overlap_events`, which only cost time, and sizes of tiles and units, which depend on the memory.
 
-_PREPARE_PART, _SEARCH_PART, _VERIFY_PART = 0.1, 0.6, 0.25
-_LEAST_PAIRS, _MOST_PAIRS = 5, 20
-_LEAST_GAIN, _MOST_CHANCE = 1.01, 0.05
+_PREPARE_PART = 0.1
+_SEARCH_PART = 0.6
+_VERIFY_PART = 0.25
+_LEAST_PAIRS = 5
+_MOST_PAIRS = 20
+_LEAST_GAIN = 1.01
+_MOST_CHANCE = 0.05
 _NUM_SHOWN = 5
 
 
@@ -374,7 +385,8 @@ class Verdict(NamedTuple):
     @property
     def chance(self) -> float:
         """How often two equals would be this far apart, or further: the sign test, one-sided."""
-        pairs, won = len(self.gains), sum(gain > 1 for gain in self.gains)
+        pairs = len(self.gains)
+        won = sum(gain > 1 for gain in self.gains)
         return float(sum(math.comb(pairs, more) for more in range(won, pairs + 1)) / 2**pairs)
 
 
@@ -513,7 +525,8 @@ def _print(found: TuneResult, out: Path, paths: Sequence[dict[str, Any]], consol
         ("the winner, verified", found.verdict.tuned),
         ("the defaults, verified", found.verdict.default),
     ):
-        mixed, read = f"{sum(turn.mixed_gbps):.2f}", f"{sum(turn.read_gbps):.2f}"
+        mixed = f"{sum(turn.mixed_gbps):.2f}"
+        read = f"{sum(turn.read_gbps):.2f}"
         shown.add_row(name, f"{turn.cost_ns:.3f}", mixed, read)
     console.print(shown)
     console.print(_sentence(found))

@@ -133,7 +133,8 @@ def closest(word: str, allowed: Iterable[str]) -> str:
 #
 # 0 done    1 the command's own verdict    2 the user must change something    130 stopped by Ctrl-C
 
-EXIT_USER, EXIT_INTERRUPTED = 2, 130
+EXIT_USER = 2
+EXIT_INTERRUPTED = 130
 
 
 # ---- stopping: SIGTERM unwinds like Ctrl-C, so that a command removes the files that it made -------------------------

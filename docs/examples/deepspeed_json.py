@@ -38,7 +38,8 @@ data = list(zip(inputs, inputs.sum(1, keepdim=True), strict=True))
 
 engine, optimizer, loader, scheduler = tiermem.initialize(model=model, config="ds.json", training_data=data)
 for number, (x, y) in enumerate(loader):
-    x, y = x.to(engine.device, torch.bfloat16), y.to(engine.device)
+    x = x.to(engine.device, torch.bfloat16)
+    y = y.to(engine.device)
     loss = nn.functional.mse_loss(engine(x).float(), y)
     engine.backward(loss)
     engine.step()  # steps at every second micro-batch, as the config says

@@ -12,7 +12,8 @@ from torch import nn
 import tiermem
 from tiermem import OffloadPolicy, Tier
 
-VOCABULARY, WIDTH = 256, 64
+VOCABULARY = 256
+WIDTH = 64
 
 
 class Model(nn.Module):

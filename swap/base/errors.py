@@ -28,8 +28,10 @@ class CorruptionError(OSError):
 
     def __init__(self, what: str, filename: str, offset: int, length: int, written: int, seen: int) -> None:
         super().__init__(errno.EIO, what, filename)
-        self.offset, self.length = offset, length
-        self.written, self.seen = written, seen
+        self.offset = offset
+        self.length = length
+        self.written = written
+        self.seen = seen
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (type(self), (self.errno, self.strerror, self.filename), self.__dict__)
@@ -53,14 +55,16 @@ class DamagedEntry(CorruptionError):
     """
 
     def __init__(self, place: Place, piece: object, written: int, seen: int, advice: str) -> None:
-        first, length = place.ranges[0], place.num_bytes
+        first = place.ranges[0]
+        length = place.num_bytes
         what = "" if piece is None else f"{piece}: "
         what += (
             f"{length} bytes at offset {first.offset} are not those that were written (CRC-32C {seen:#010x}, written "
             f"{written:#010x}; bytes {place.offset} to {place.offset + length} of {place.entry!r}). {advice}"
         )
         super().__init__(what, str(first.path), first.offset, length, written, seen)
-        self.entry, self.entry_offset = place.entry, place.offset
+        self.entry = place.entry
+        self.entry_offset = place.offset
         self.piece = piece
 
 

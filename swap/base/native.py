@@ -47,8 +47,12 @@ FAULTS = {"error": lib.TM_FAULT_ERROR, "short": lib.TM_FAULT_SHORT}
 FAULTS |= {"late": lib.TM_FAULT_LATE, "refused": lib.TM_FAULT_REFUSED}
 NORM_BLOCK = int(lib.TM_NORM_BLOCK)
 NUM_LATENCY_BUCKETS = int(lib.TM_LATENCY_BUCKETS)
-READ, WRITE, SYNC = int(lib.TM_READ), int(lib.TM_WRITE), int(lib.TM_SYNC)
-URGENT, NORMAL, BACKGROUND = int(lib.TM_URGENT), int(lib.TM_NORMAL), int(lib.TM_BACKGROUND)
+READ = int(lib.TM_READ)
+WRITE = int(lib.TM_WRITE)
+SYNC = int(lib.TM_SYNC)
+URGENT = int(lib.TM_URGENT)
+NORMAL = int(lib.TM_NORMAL)
+BACKGROUND = int(lib.TM_BACKGROUND)
 
 _NUMPY_NAMES = {"uint64_t": np.uint64, "int64_t": np.int64, "int32_t": np.int32}
 _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
@@ -197,7 +201,8 @@ class Map:
     """
 
     def __init__(self, num_bytes: int, is_nan: bool = False) -> None:
-        base, open_map = ffi.new("void **"), lib.tm_map_nan if is_nan else lib.tm_map_open
+        base = ffi.new("void **")
+        open_map = lib.tm_map_nan if is_nan else lib.tm_map_open
         check(open_map(num_bytes, base), f"reserving {num_bytes} bytes of address space")
         self._base = ffi.gc(base[0], functools.partial(_unmap, num_bytes=num_bytes, owner=os.getpid()), num_bytes)
         self.num_bytes = num_bytes
@@ -254,15 +259,23 @@ class Queue:
         rules = ffi.new("tm_fault[]", [(f.serial, f.value, FAULTS[f.kind], f.repeat) for f in faults])
         descriptors = ffi.new("int32_t[]", list(files))
         options = ffi.new("tm_queue_options *")
-        options.engine, options.depth = ENGINES[io.engine], io.depth
-        options.threads, options.block_bytes = io.threads, io.block_bytes
-        options.num_regions, options.regions, options.region_bytes = len(regions), starts, sizes
-        options.num_faults, options.faults = len(faults), rules
-        options.num_files, options.files = len(files), descriptors
+        options.engine = ENGINES[io.engine]
+        options.depth = io.depth
+        options.threads = io.threads
+        options.block_bytes = io.block_bytes
+        options.num_regions = len(regions)
+        options.regions = starts
+        options.region_bytes = sizes
+        options.num_faults = len(faults)
+        options.faults = rules
+        options.num_files = len(files)
+        options.files = descriptors
         options.flags = lib.TM_QUEUE_SINGLE_SUBMIT * io.single_submit | lib.TM_QUEUE_NO_OVERLAP * (
             not io.overlap_events
         )
-        queue, chosen, why = ffi.new("tm_queue **"), ffi.new("int32_t *"), ffi.new("char[]", 2048)
+        queue = ffi.new("tm_queue **")
+        chosen = ffi.new("int32_t *")
+        why = ffi.new("char[]", 2048)
         try:
             code = lib.tm_queue_open(options, queue, chosen, why, 2048)
             self.why = ffi.string(why).decode(errors="replace")
@@ -327,7 +340,8 @@ class Queue:
             return None
         if code != -errno.ENOENT or not answer.submitted_ns:  # else an interrupted call has taken it
             check(code, f"waiting for tag {tag}")
-        a, times = answer[0], (answer.submitted_ns, answer.started_ns, answer.finished_ns)
+        a = answer[0]
+        times = (answer.submitted_ns, answer.started_ns, answer.finished_ns)
         return Answer(a.error, a.fd, a.kind, a.offset, a.length, a.bytes, *times)
 
     def raise_for(self, answer: Answer) -> None:
@@ -364,7 +378,8 @@ class Queue:
 
     def close(self) -> int:
         """Finishes what was submitted, stops the thread; returns how many errors were not waited for."""
-        queue, self._queue = self._queue, ffi.NULL
+        queue = self._queue
+        self._queue = ffi.NULL
         if queue == ffi.NULL:
             return 0
         code = int(lib.tm_queue_close(queue))
@@ -393,7 +408,8 @@ class Workers:
     def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
         workers = ffi.new("tm_workers **")
         check(lib.tm_workers_open(num_threads, workers), f"starting {num_threads} threads")
-        self._handle, self._owner = workers[0], os.getpid()
+        self._handle = workers[0]
+        self._owner = os.getpid()
         self.num_threads = num_threads
         if cores:
             code = lib.tm_workers_pin(self.handle, ffi.new("int32_t[]", list(cores)), len(cores))
@@ -409,7 +425,8 @@ class Workers:
 
     def close(self) -> None:
         """Stops the threads; calling it twice does nothing, nor does calling it in a forked child."""
-        handle, self._handle = self._handle, ffi.NULL
+        handle = self._handle
+        self._handle = ffi.NULL
         if handle != ffi.NULL and os.getpid() == self._owner:
             check(lib.tm_workers_close(handle), "stopping threads")
 
@@ -444,7 +461,8 @@ def step_struct(
     """The tm_step of `optimizer_step`; it points into the parts, which the caller keeps alive. Raises ValueError."""
     check_parts(rule, parts, start_master)
     step = ffi.new("tm_step *")
-    step.n, step.rule = parts.grad.numel(), _RULES[rule.name]
+    step.n = parts.grad.numel()
+    step.rule = _RULES[rule.name]
     for slot, part in (step.weight, parts.weight), (step.master, parts.master), (step.grad, parts.grad):
         _set_part(slot, part)
     for slot, kind, moment in zip(step.moments, MOMENTS[rule.name], parts.moments, strict=False):
@@ -503,14 +521,18 @@ def pack_blocks(workers: Workers | None, bits: int, values: torch.Tensor, packed
 
     Flat contiguous CPU tensors; values in fp32, bf16 or fp16. workers: None: the caller alone. Blocks; GIL free.
     """
-    numel, codes, scales = values.numel(), _pointer(packed.codes), ffi.cast("float *", packed.scales.data_ptr())
+    numel = values.numel()
+    codes = _pointer(packed.codes)
+    scales = ffi.cast("float *", packed.scales.data_ptr())
     code = lib.tm_blocks_pack(_handle(workers), bits, numel, _pointer(values), _DTYPES[values.dtype], codes, scales)
     check(code, "packing blocks")
 
 
 def unpack_blocks(workers: Workers | None, bits: int, packed: Packed, values: torch.Tensor) -> None:
     """Writes the values of blocks; as `pack_blocks`."""
-    numel, codes, scales = values.numel(), _pointer(packed.codes), ffi.cast("float *", packed.scales.data_ptr())
+    numel = values.numel()
+    codes = _pointer(packed.codes)
+    scales = ffi.cast("float *", packed.scales.data_ptr())
     code = lib.tm_blocks_unpack(_handle(workers), bits, numel, codes, scales, _pointer(values), _DTYPES[values.dtype])
     check(code, "unpacking blocks")
 
@@ -570,7 +592,8 @@ def crc32c_of(
         raise ValueError(
             f"addresses and lengths are two rows of one length; given {addresses.shape}, {num_bytes.shape}"
         )
-    addresses, num_bytes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(num_bytes, np.uint64)
+    addresses = np.ascontiguousarray(addresses, np.uint64)
+    num_bytes = np.ascontiguousarray(num_bytes, np.uint64)
     crcs = np.empty(len(addresses), np.uint32)
     rows = rows_of(("const void *const *", "const uint64_t *", "uint32_t *"), addresses, num_bytes, crcs)
     check(lib.tm_crc32c(_handle(workers), len(addresses), *rows), f"checksums of {len(addresses)} pieces")
@@ -579,7 +602,8 @@ def crc32c_of(
 
 def file_alignment(fd: int) -> tuple[int, int] | None:
     """What O_DIRECT asks of an open file: bytes of memory, and of offsets and lengths. (0, 0): it refuses; None: unknown."""
-    memory, offset = ffi.new("uint32_t *"), ffi.new("uint32_t *")
+    memory = ffi.new("uint32_t *")
+    offset = ffi.new("uint32_t *")
     code = lib.tm_file_alignment(fd, memory, offset)
     return None if code < 0 else (memory[0], offset[0])
 

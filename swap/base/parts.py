@@ -163,7 +163,8 @@ def check_part(part: Moment, weight: torch.Tensor | None, device: torch.device |
     device: where it must lie; None: where it does.
     """
     stored = part.codes if isinstance(part, Quantised) else part
-    numel, device = stored.numel(), device or stored.device
+    numel = stored.numel()
+    device = device or stored.device
     if stored.dtype in SPLIT:
         check_split(stored, weight, numel, device)
     else:

@@ -61,14 +61,17 @@ class FreeRanges:
         """Makes a range free. Raises RuntimeError when part of it is free already."""
         stop = start + num_bytes
         at = bisect.bisect(self._ranges, (start, stop))
-        before, behind = self._ranges[max(at - 1, 0) : at], self._ranges[at : at + 1]
+        before = self._ranges[max(at - 1, 0) : at]
+        behind = self._ranges[at : at + 1]
         if (before and before[0][1] > start) or (behind and behind[0][0] < stop):
             raise RuntimeError(f"bytes {start} to {stop} are free already: they were given back twice")
         first = last = at
         if before and before[0][1] == start:
-            first, start = at - 1, before[0][0]
+            first = at - 1
+            start = before[0][0]
         if behind and behind[0][0] == stop:
-            last, stop = at + 1, behind[0][1]
+            last = at + 1
+            stop = behind[0][1]
         self._ranges[first:last] = [(start, stop)]
 
     def take(self, num_bytes: int) -> int | None:
@@ -108,7 +111,9 @@ def round_up(value: N, unit: int) -> N:
 
 def within(sizes: Sequence[int], num_bytes: int) -> list[bool]:
     """Chooses things of these sizes, evenly spread, that take at most `num_bytes` together; those of no size in any case."""
-    due, total, chosen = 0, sum(sizes), []
+    due = 0
+    total = sum(sizes)
+    chosen = []
     for size in sizes:
         due += size * num_bytes
         chosen.append(due >= size * total)

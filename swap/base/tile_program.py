@@ -18,9 +18,14 @@ import numpy.typing as npt
 from tiermem.swap.base.native import NORMAL, Workers, check, check_process, ffi, lib, mirror
 from tiermem.swap.base.ranges import ByteRange, Column, Numbers
 
-ONE_READ, ONE_WRITE, AWAITED = int(lib.TM_RUN_ONE_READ), int(lib.TM_RUN_ONE_WRITE), int(lib.TM_RUN_AWAITED)
-CALLED, BEGUN, BROUGHT = int(lib.TM_TILE_CALLED), int(lib.TM_TILE_BEGUN), int(lib.TM_TILE_BROUGHT)
-CHECK_STAGE, STEP_STAGE = int(lib.TM_STAGE_CHECK), int(lib.TM_STAGE_STEP)
+ONE_READ = int(lib.TM_RUN_ONE_READ)
+ONE_WRITE = int(lib.TM_RUN_ONE_WRITE)
+AWAITED = int(lib.TM_RUN_AWAITED)
+CALLED = int(lib.TM_TILE_CALLED)
+BEGUN = int(lib.TM_TILE_BEGUN)
+BROUGHT = int(lib.TM_TILE_BROUGHT)
+CHECK_STAGE = int(lib.TM_STAGE_CHECK)
+STEP_STAGE = int(lib.TM_STAGE_STEP)
 WRITE_STAGE = int(lib.TM_STAGE_WRITE)
 
 _COLUMNS = list(mirror("tm_piece").names or ())  # each of 8 bytes
@@ -42,7 +47,9 @@ def columns_of(columns: Sequence[Column], base: int = 0) -> Any:
     """The columns of a tile whose first buffer begins at `base`, as tm_column[]."""
     rows = ffi.new("tm_column[]", len(columns))
     for row, (place, strip_bytes) in zip(rows, columns, strict=True):
-        row.data, row.bytes, row.strip_bytes = ffi.cast("void *", base + place.offset), place.num_bytes, strip_bytes
+        row.data = ffi.cast("void *", base + place.offset)
+        row.bytes = place.num_bytes
+        row.strip_bytes = strip_bytes
     return rows
 
 
@@ -68,19 +75,27 @@ class NativeTile:
     @functools.cached_property
     def struct(self) -> Any:
         """It as a tm_tile."""
-        struct, self._steps = ffi.new("tm_tile *"), ffi.new("tm_step *[]", list(self.steps))
-        struct.key, struct.unit, struct.flags = self.key, self.unit, self.flags
+        struct = ffi.new("tm_tile *")
+        self._steps = ffi.new("tm_step *[]", list(self.steps))
+        struct.key = self.key
+        struct.unit = self.unit
+        struct.flags = self.flags
         struct.reads, struct.writes, struct.steps = (
             self.reads,
             self.writes,
             ffi.cast("const tm_step *const *", self._steps),
         )
-        struct.num_reads, struct.num_writes, struct.num_steps = len(self.reads), len(self.writes), len(self.steps)
-        struct.num_checks, struct.num_sums = len(self.checks), len(self.sums)
+        struct.num_reads = len(self.reads)
+        struct.num_writes = len(self.writes)
+        struct.num_steps = len(self.steps)
+        struct.num_checks = len(self.checks)
+        struct.num_sums = len(self.sums)
         struct.checks = ffi.cast("const tm_piece *", self.checks.ctypes.data)
         struct.sums = ffi.cast("const tm_piece *", self.sums.ctypes.data)
-        struct.columns, struct.num_columns = self.columns, len(self.columns)
-        struct.weights, struct.weight_bytes = ffi.cast("void *", self.weights.offset), self.weights.num_bytes
+        struct.columns = self.columns
+        struct.num_columns = len(self.columns)
+        struct.weights = ffi.cast("void *", self.weights.offset)
+        struct.weight_bytes = self.weights.num_bytes
         return struct[0]
 
 
@@ -152,7 +167,9 @@ class Taken:
 
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_LEAST_BYTES, _MOST_BYTES = 6 << 20, 16 << 20  # three strips; enough for every disk that was measured
+# three strips; enough for every disk that was measured
+_LEAST_BYTES = 6 << 20
+_MOST_BYTES = 16 << 20
 
 
 def cache_bytes() -> int:
@@ -180,9 +197,11 @@ class TileProgram:
     """
 
     def __init__(self, workers: Workers | None) -> None:
-        program, handle = ffi.new("tm_program **"), ffi.NULL if workers is None else workers.handle
+        program = ffi.new("tm_program **")
+        handle = ffi.NULL if workers is None else workers.handle
         check(lib.tm_program_open(handle, bytes_under_way(), program), "starting the thread of a step program")
-        self._handle, self._owner = program[0], os.getpid()
+        self._handle = program[0]
+        self._owner = os.getpid()
 
     @property
     def handle(self) -> Any:
@@ -282,13 +301,15 @@ class TileProgram:
     def times(self) -> TileTimes:
         """What became of each tile of the run, which has ended."""
         num_tiles = self.num_tiles
-        times, failure = ffi.new("tm_tile_times[]", num_tiles), ffi.new("tm_failure *")
+        times = ffi.new("tm_tile_times[]", num_tiles)
+        failure = ffi.new("tm_failure *")
         check(lib.tm_program_report(self.handle, times, num_tiles, failure), "reading a program's report")
         return np.frombuffer(ffi.buffer(times), _TILE_TIMES)
 
     def close(self) -> None:
         """Stops, and ends the thread. Does nothing in a forked child and in a second call."""
-        handle, self._handle = self._handle, ffi.NULL
+        handle = self._handle
+        self._handle = ffi.NULL
         if handle != ffi.NULL and os.getpid() == self._owner:
             check(lib.tm_program_close(handle), "ending a step program")
 

@@ -26,7 +26,9 @@ from tiermem.swap.disk.durable import Owned, create, opened
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 _CHUNK_BYTES = 1 << 20
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
+# modes of fallocate(2)
+_KEEP_SIZE = 1
+_PUNCH_HOLE = 2
 
 
 def open_direct(file: Path, flags: int, own: Owned | None = None) -> tuple[Owned, str]:
@@ -93,7 +95,8 @@ def _write_again(fd: int, start: int, num_bytes: int) -> None:
         data = os.pread(fd, min(num_bytes, _CHUNK_BYTES), start)
         data += bytes(min(num_bytes, _CHUNK_BYTES) - len(data))
         written = os.pwrite(fd, data, start)
-        start, num_bytes = start + written, num_bytes - written
+        start = start + written
+        num_bytes = num_bytes - written
 
 
 def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:
@@ -101,7 +104,8 @@ def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:
     try:
         preallocate(fd, start, num_bytes)
     except OSError as error:
-        free, advice = os.fstatvfs(fd), remedy(error.errno)
+        free = os.fstatvfs(fd)
+        advice = remedy(error.errno)
         held = f" beyond the {start} already held" if start else ""
         room = f"{free.f_bavail * free.f_frsize} are free"
         what = f"{num_bytes} bytes are needed{held}, {room}: {os.strerror(error.errno or 0)}"
@@ -173,7 +177,9 @@ def probe_path(path: Path) -> PathFacts:
 
 def file_system_of(path: Path) -> str:
     """The type of the file system that holds a path ("ext4", "tmpfs", ...), or "unknown"."""
-    resolved, best, kind = path.resolve(), -1, "unknown"
+    resolved = path.resolve()
+    best = -1
+    kind = "unknown"
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
@@ -182,5 +188,6 @@ def file_system_of(path: Path) -> str:
         point, fs_type = line.split()[1:3]
         mount = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), point))
         if resolved.is_relative_to(mount) and len(mount.parts) >= best:  # of two on one point the later covers
-            best, kind = len(mount.parts), fs_type
+            best = len(mount.parts)
+            kind = fs_type
     return kind

@@ -325,7 +325,8 @@ def _sync_names(fd: int, folder: Path) -> None:
 
 def naming(error: OSError, name: Path) -> OSError:
     """The same error, told of a path, with what to do about it."""
-    text, advice = error.strerror or str(error), remedy(error.errno)
+    text = error.strerror or str(error)
+    advice = remedy(error.errno)
     if advice and advice not in text:
         text = f"{text} ({advice})"
     return OSError(error.errno, text, os.fspath(name))

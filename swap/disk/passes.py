@@ -25,7 +25,8 @@ from tiermem.swap.disk.queue import InFlight
 
 MODES = ("read", "write", "mixed", "random")
 _PIECE_BYTES = 4 << 20  # of one submission; larger blocks are pieces of their own
-_MIN_SPARE_PIECES, _MAX_SPARE_BYTES = 4, 256 << 20
+_MIN_SPARE_PIECES = 4
+_MAX_SPARE_BYTES = 256 << 20
 _RANDOM_BATCHES = 4  # under way at a time
 
 
@@ -161,7 +162,8 @@ class Passes(AbstractContextManager["Passes"]):
         """Batches of blocks, several under way: a place is used again when its batch has ended. Returns bytes read."""
         num_places = self._memory.num_bytes // self._block_bytes
         batch = max(1, min(num_places // _RANDOM_BATCHES, max(self._depth, 256)))
-        generator, file_blocks = np.random.default_rng(seed), self._file_bytes // self._block_bytes
+        generator = np.random.default_rng(seed)
+        file_blocks = self._file_bytes // self._block_bytes
         places = self._memory.address + np.arange(num_places, dtype=np.int64) * self._block_bytes
         done = 0
         with InFlight(_RANDOM_BATCHES) as in_flight:
@@ -206,7 +208,9 @@ def _window(io: IoSettings) -> tuple[int, int]:
 
 _FILE_BYTES = 32 << 20
 _SECONDS = 0.25
-_MOST_BLOCK_BYTES, _MOST_DEPTH = 1 << 20, 16  # bounds the memory that measuring takes: 32 MiB for each path
+# bounds the memory that measuring takes: 32 MiB for each path
+_MOST_BLOCK_BYTES = 1 << 20
+_MOST_DEPTH = 16
 
 logger = logging.getLogger("tiermem")
 

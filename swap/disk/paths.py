@@ -55,7 +55,8 @@ def deal_shares(num_bytes: int, weights: Sequence[float], rooms: Sequence[int | 
     """
     shares = [0] * len(weights)
     exact = [Fraction(weight) for weight in weights]
-    takers, left = list(range(len(weights))), num_bytes
+    takers = list(range(len(weights)))
+    left = num_bytes
     while left > 0:
         if not takers:
             raise ValueError(f"{left} of {num_bytes} bytes have no room")

@@ -186,9 +186,11 @@ class Meter:
 
     def look(self) -> Figures:
         """The figures since the look before. Where events were dropped meanwhile, they are of the newest."""
-        before_ns, before = self._seen_ns, self._totals
+        before_ns = self._seen_ns
+        before = self._totals
         self._seen_ns, self._totals = time.monotonic_ns(), self._stats()
-        num_new, self._num_seen = self._recorder.num_added - self._num_seen, self._recorder.num_added
+        num_new = self._recorder.num_added - self._num_seen
+        self._num_seen = self._recorder.num_added
         rows = self._recorder.newest(num_new)
         begin_ns = max(before_ns, rows[0][2]) if rows and len(rows) < num_new else before_ns
         spans = collections.defaultdict[str, list[tuple[int, int]]](list)  # by lane
@@ -216,7 +218,8 @@ class Meter:
 
 def _covered_ns(spans: Iterable[tuple[int, int]], since_ns: int = 0) -> int:
     """How many nanoseconds some spans cover together, after a moment."""
-    total, until = 0, since_ns
+    total = 0
+    until = since_ns
     for start_ns, end_ns in sorted(spans):
         total += max(0, end_ns - max(start_ns, until))
         until = max(until, end_ns)
@@ -332,7 +335,8 @@ class Queues:
 
         When a later path's queue refuses its part, it first cancels the earlier parts and waits for them.
         """
-        tag, parts = next(self._tags), list[_QueuePart]()
+        tag = next(self._tags)
+        parts = list[_QueuePart]()
         self._under_way[tag] = parts  # before a queue has them: `end_all` finds them also after an interrupt
         ops: dict[int, list[Op]] = {}  # by descriptor, in their order
         try:
@@ -411,7 +415,8 @@ class Queues:
 
     def close(self) -> int:
         """Finishes what was submitted and stops the threads; returns how many errors were not waited for."""
-        queues, self._queues = self._queues, {}
+        queues = self._queues
+        self._queues = {}
         errors: list[int] = []
         with contextlib.ExitStack() as closing:  # one that fails does not keep the others open
             for queue in queues.values():

@@ -55,7 +55,8 @@ _ONE_HOST = frozenset(  # file systems that only one kernel mounts, so that it s
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "vfat", "exfat", "overlay"}
 )
 _MOST_LOCK_BYTES = 4096
-_LOOK_S, _MOST_LOOKS = 0.01, 10
+_LOOK_S = 0.01
+_MOST_LOOKS = 10
 _BIRTH_S = 5.0
 
 logger = logging.getLogger("tiermem")
@@ -224,7 +225,8 @@ def _flock_folder(fd: int, folder: Path, kind: int) -> None:
 
 
 def _check_host(folder: Path, owner: RunOwner) -> None:
-    here, kind = socket.gethostname(), file_system_of(folder)
+    here = socket.gethostname()
+    kind = file_system_of(folder)
     if owner != UNKNOWN and owner.host != here and not is_of_one_host(folder):
         raise OSError(
             errno.EBUSY,

@@ -48,8 +48,12 @@ from tiermem.swap.base.parts import (
     num_scales,
 )
 
-_INFINITE, _QUIET_NAN, _ONE_EXPONENT = 0x7F800000, 0x7FC00000, 1 << 23  # patterns of fp32
-_HASH_STRIDE, _HASH_FACTOR = 0x7FEB352D, 0x846CA68B
+# patterns of fp32
+_INFINITE = 0x7F800000
+_QUIET_NAN = 0x7FC00000
+_ONE_EXPONENT = 1 << 23
+_HASH_STRIDE = 0x7FEB352D
+_HASH_FACTOR = 0x846CA68B
 _STEP_STRIDES = (0x9E3779B9, 0x6A09E667, 0xBB67AE85, 0xA54FF53B)
 
 
@@ -65,7 +69,8 @@ def widen_in_torch(stored: Moment, weight: torch.Tensor | None = None, is_positi
     if stored.dtype not in SPLIT:
         return stored.to(torch.float32, copy=True)
     assert weight is not None  # the low half, read as a signed number, is what rounding took away
-    upper, low = weight.view(torch.int16), stored.view(torch.int16)
+    upper = weight.view(torch.int16)
+    low = stored.view(torch.int16)
     is_left = ((upper & 0x7FFF) == 0) & (low < 0)  # from a weight that the user has overwritten by zero
     bits = (upper.to(torch.int32) << 16) + low.masked_fill(is_left, 0)
     return bits.view(torch.float32)
@@ -149,7 +154,9 @@ def _signed(x: int) -> int:
 def _dithered_bf16(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """Up when the half that is cut off is above the word's upper half; next to infinity as to nearest."""
     bits = values.view(torch.int32)
-    upper, cut, limit = bits >> 16, bits & 0xFFFF, _shifted(words, 16)
+    upper = bits >> 16
+    cut = bits & 0xFFFF
+    limit = _shifted(words, 16)
     size = upper & 0x7FFF
     limit = limit.masked_fill(size >= 0x7F7F, 0x7FFF).masked_fill(size >= 0x7F80, 0xFFFF)
     return upper + (cut > limit)
@@ -186,7 +193,8 @@ def _decode(stored: Quantised, is_positive: bool) -> torch.Tensor:
     if is_positive:
         bits = ((codes << 20) + base).masked_fill(codes == 0, 0)
     else:  # a subnormal is shifted by the adder; of the two readings of a code the smaller is right
-        normal, least = ((codes & 0x7F) << 20) + base, base + _ONE_EXPONENT
+        normal = ((codes & 0x7F) << 20) + base
+        least = base + _ONE_EXPONENT
         subnormal = (normal + _ONE_EXPONENT).view(torch.float32) - least.view(torch.float32)
         bits = torch.minimum(normal, subnormal.view(torch.int32)) | ((codes >> 7) << 31)
     bits = bits.masked_fill(scales == 0, 0).masked_fill(scales == 255, _QUIET_NAN)
@@ -256,7 +264,9 @@ def sum_scratch_bytes(numel: int) -> int:
     return min(numel, CHUNK) * _SUM_BYTES
 
 
-_DITHERED_MOMENTS, _DITHERED_MASTER = (0, 1, 3), 2  # the parts' numbers in native/rounding.h
+# the parts' numbers in native/rounding.h
+_DITHERED_MOMENTS = (0, 1, 3)
+_DITHERED_MASTER = 2
 
 
 @torch.no_grad()
@@ -306,9 +316,11 @@ def block_sums_in_torch(grad: torch.Tensor, first: int) -> torch.Tensor:
     """
     if grad.numel() == 0:
         return torch.empty(0, dtype=torch.float64, device=grad.device)
-    last, sums = first + grad.numel(), []
+    last = first + grad.numel()
+    sums = []
     for begin in range(first // NORM_BLOCK * NORM_BLOCK, last, CHUNK):
-        start, stop = max(begin, first), min(begin + CHUNK, last)
+        start = max(begin, first)
+        stop = min(begin + CHUNK, last)
         wide = grad[start - first : stop - first].double()
         tree = pad(wide * wide, (start - begin, -stop % NORM_BLOCK)).view(-1, NORM_BLOCK)
         while tree.shape[1] > 1:
@@ -374,7 +386,9 @@ def _step_chunk(
     start_moments: bool,
     start_master: bool,
 ) -> None:
-    weight, master, kinds = parts.weight, parts.master, MOMENTS[rule.name]
+    weight = parts.weight
+    master = parts.master
+    kinds = MOMENTS[rule.name]
     is_split = master is not None and master.dtype in SPLIT
     held = weight if master is None or start_master else master
     assert held is not None

@@ -48,7 +48,8 @@ from tiermem.swap.kernels.torch_step import narrow_in_torch, parts_between, roun
 
 _logger = logging.getLogger("tiermem")
 
-_ROWS, _BLOCK = tl.constexpr(16), tl.constexpr(Q8_BLOCK)
+_ROWS = tl.constexpr(16)
+_BLOCK = tl.constexpr(Q8_BLOCK)
 """Blocks that one program of the kernel steps, and elements of a block."""
 
 _TRIED = ((0, 1024), (1024, 3300))
@@ -84,7 +85,8 @@ def launch(
     start_master: bool = False,
 ) -> None:
     """Queues the kernel on parts that were checked. Raises what Triton raises where it cannot compile or start it."""
-    numel, flags = parts.grad.numel(), {"start_moments": start_moments, "start_master": start_master}
+    numel = parts.grad.numel()
+    flags = {"start_moments": start_moments, "start_master": start_master}
     left = numel if dither is None else (1 << 32) - dither.first_element % (1 << 32)
     if dither is not None and left < numel:  # the upper half of an element's number is mixed into the salts
         rest = dither._replace(first_element=dither.first_element + left)
@@ -184,8 +186,10 @@ def _is_exact(
 
 def _parts_to_try(name: str, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> StepParts:
     """The same numbers, of many sizes, for the same dtypes; none overflows."""
-    numel, generator = _TRIED[-1][-1], torch.Generator().manual_seed(1)
-    kinds, parts = MOMENTS[name], list[Any]()
+    numel = _TRIED[-1][-1]
+    generator = torch.Generator().manual_seed(1)
+    kinds = MOMENTS[name]
+    parts = list[Any]()
     for k, dtype in enumerate(dtypes):
         values = torch.randn(numel, generator=generator)
         values *= torch.exp2(torch.randint(-24, 4, (numel,), generator=generator))
@@ -242,10 +246,13 @@ def _step(
     rows = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
     p = _read(weight, None, rows, numel, False) if start_master else _read_master(weight, master, rows, numel)
     g = _read(grad, None, rows, numel, False) * scalars.grad_scale
-    m, v, w = None, None, None
+    m = None
+    v = None
+    w = None
     if start_moments:
         m = tl.zeros([_ROWS, _BLOCK], tl.float32) + scalars.initial
-        v, w = m, m
+        v = m
+        w = m
     else:
         if num_moments > 0:
             m = _read(moments[0][0], moments[0][1], rows, numel, rule == "adagrad")
@@ -438,7 +445,8 @@ def _bf16(values: tl.tensor, word: tl.tensor) -> tl.tensor:
         bits = tl.where(values != values, 0x7FC00000, bits)
         half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     else:
-        size, limit = (bits >> 16) & 0x7FFF, _shifted(word, 16)
+        size = (bits >> 16) & 0x7FFF
+        limit = _shifted(word, 16)
         limit = tl.where(size >= 0x7F80, 0xFFFF, tl.where(size >= 0x7F7F, 0x7FFF, limit))
         half = (bits >> 16) + ((bits & 0xFFFF) > limit).to(tl.int32)
     return half

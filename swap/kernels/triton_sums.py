@@ -22,7 +22,8 @@ from tiermem.swap.kernels.triton_step import float_of, pointer_to
 
 _logger = logging.getLogger("tiermem")
 
-_ROWS, _COLUMNS = tl.constexpr(64), tl.constexpr(NORM_BLOCK // 64)
+_ROWS = tl.constexpr(64)
+_COLUMNS = tl.constexpr(NORM_BLOCK // 64)
 
 _TRIED = ((2 * NORM_BLOCK, 0), (NORM_BLOCK + 1003, 5), (77, NORM_BLOCK - 16))
 """Elements, and the place of the first: whole blocks, then ranges that cut the first and the last."""
@@ -38,7 +39,8 @@ def block_sums_in_triton(grad: torch.Tensor, first: int) -> torch.Tensor:
 
 def launch(grad: torch.Tensor, first: int) -> torch.Tensor:
     """Queues the kernel. Raises what Triton raises where it cannot compile or start it."""
-    numel, before = grad.numel(), first % NORM_BLOCK
+    numel = grad.numel()
+    before = first % NORM_BLOCK
     sums = torch.empty(triton.cdiv(before + numel, NORM_BLOCK) if numel else 0, dtype=torch.float64, device=grad.device)
     if numel:
         with torch.accelerator.device_index(grad.device.index):

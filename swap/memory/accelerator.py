@@ -270,7 +270,8 @@ class PageLock:
     def __init__(self, device: torch.device, slots: Sequence[ByteRange]) -> None:
         self._device = device
         self._registered: list[int] = []
-        self.num_bytes, wanted = 0, sum(size for _, size in slots)
+        self.num_bytes = 0
+        wanted = sum(size for _, size in slots)
         try:
             for chunk in _chunks(slots):
                 self._take(chunk)

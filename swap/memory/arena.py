@@ -31,7 +31,8 @@ PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
 _AHEAD = 16
 """For so many bytes one more becomes resident before it is carved, so that all cores make many at once."""
-_LEAST_AHEAD_BYTES, _MOST_AHEAD_BYTES = 64 << 20, 1 << 30
+_LEAST_AHEAD_BYTES = 64 << 20
+_MOST_AHEAD_BYTES = 1 << 30
 
 
 class BudgetError(RuntimeError):
@@ -161,7 +162,8 @@ class Arena:
             if not self._locks:
                 self._give_up(self._link)
                 self._link = FreeRanges()
-            self.limit_bytes, self._link_bytes = limit_bytes, link_bytes
+            self.limit_bytes = limit_bytes
+            self._link_bytes = link_bytes
             if part is not None:
                 self._add_part(part, due_link)
 
@@ -289,7 +291,9 @@ class Pool:
         self._set(slots, slot_bytes)
 
     def _set(self, slots: list[Slot], slot_bytes: int) -> None:
-        self._slots, self.slot_bytes, self.count = slots, slot_bytes, len(slots)
+        self._slots = slots
+        self.slot_bytes = slot_bytes
+        self.count = len(slots)
         self._free = list(reversed(slots))
 
     def take(self) -> Slot | None:

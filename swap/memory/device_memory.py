@@ -63,14 +63,16 @@ class DeviceMemory:
 
         The memory is that of the stream that is current when its slab is made: other streams have to wait for it.
         """
-        size, kind = round_up(num_bytes, ALIGNMENT), _kind_of(name)
+        size = round_up(num_bytes, ALIGNMENT)
+        kind = _kind_of(name)
         with self._lock:
             for slab in self._slabs:
                 start = slab.free.take(size) if slab.kind == kind else None
                 if start is not None:
                     break
             else:
-                slab, start = _Slab(kind, max(size, self._due.pop(kind, 0)), self._device), 0
+                slab = _Slab(kind, max(size, self._due.pop(kind, 0)), self._device)
+                start = 0
                 slab.free.take(size)
                 self._slabs.append(slab)
             slab.num_slots += 1
@@ -136,7 +138,8 @@ class DeviceMemory:
             self._away.pop()
         self._await_copies()
         self._kinds_away.clear()
-        arena, self._arena = self._arena, None
+        arena = self._arena
+        self._arena = None
         if arena is not None:
             arena.close()
 
@@ -165,7 +168,8 @@ class DeviceMemory:
                 self._end(slab)
             self._slabs.clear()
             self._away.clear()
-        arena, self._arena = self._arena, None
+        arena = self._arena
+        self._arena = None
         if arena is not None:
             arena.close()
 

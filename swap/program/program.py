@@ -252,7 +252,8 @@ class Program(Generic[T]):
         work: does with its tiles what they were given for, to the bit. Raises as `start`.
         """
         self._end_attempt()
-        running, self._tentative = self._tentative, None
+        running = self._tentative
+        self._tentative = None
         assert running is not None
         running.take_on(work)
         self._running, given = running, {id(each.tile) for each in self._given(running)}
@@ -300,7 +301,8 @@ class Program(Generic[T]):
 
     def _wait(self, look: Callable[[float], bool | None]) -> None:
         """Blocks until `look` is True; it is given the seconds that it may take. Raises the error of the run if it is False."""
-        running, found = self._running, None
+        running = self._running
+        found = None
         while running is not None and not found:
             if not running.is_native and self._brought is None:
                 self._call_next(running, 0.0)
@@ -325,7 +327,8 @@ class Program(Generic[T]):
             return self._read(running, ranges, name, unit, priority)
 
     def _read(self, running: Running[T], ranges: Sequence[Range], name: str, unit: int, priority: int) -> RunRead:
-        taken, on_disk = list[int](), list[Range]()
+        taken = list[int]()
+        on_disk = list[Range]()
         move: Move | None = None
         try:
             has_all = not running.is_cut and all(self._take(running, each, taken, on_disk) for each in ranges)
@@ -533,7 +536,9 @@ class Program(Generic[T]):
         False: a write has failed, perhaps that of these bytes.
         """
         entry, offset, data = wanted
-        at, end, written = offset, offset + data.numel(), list[int]()
+        at = offset
+        end = offset + data.numel()
+        written = list[int]()
         for index, start, num_bytes in sorted(running.shown.get(entry, ()), key=lambda each: each.offset):
             assert offset <= start and start + num_bytes <= end, f"a range of {entry!r} cuts a tile"
             if self._program().take(index, data.data_ptr() + start - offset):
@@ -583,7 +588,8 @@ class Program(Generic[T]):
 
         failed: the tile whose write failed, -1: none did; None: the run was tentative, and its writes are dropped.
         """
-        planned, times = self._given(running), program.times()
+        planned = self._given(running)
+        times = program.times()
         for index in np.flatnonzero(times["is_writing"]).tolist():
             if failed is None:
                 self.dropped_bytes += int(times["written_bytes"][index])

@@ -41,7 +41,8 @@ class RunState:
 
     def end(self, error: OSError | None) -> None:
         """Notes its end."""
-        self.is_over, self.error = True, error
+        self.is_over = True
+        self.error = error
 
 
 class ShownBy(NamedTuple):
@@ -160,7 +161,8 @@ class RunRead:
 
     def _await_run(self) -> bool:
         """Whether the unit has been computed, when it has or the run has ended. Raises ECANCELED after `cancel`."""
-        start_ns, is_computed = time.monotonic_ns(), self._look(0.0)
+        start_ns = time.monotonic_ns()
+        is_computed = self._look(0.0)
         if is_computed is None:
             while is_computed is None and not self.was_cancelled:
                 is_computed = self._look(SLICE_S)
@@ -207,7 +209,8 @@ def serve(
 ) -> None:
     """Serves a run until it ends, in a thread. A run that is never committed is stopped with its program, or the process."""
     while threading.main_thread().is_alive():
-        server, running = server_of(), running_of()
+        server = server_of()
+        running = running_of()
         if server is None or running is None:
             break
         if server.serve(running):

@@ -241,7 +241,9 @@ class TilePlans:
     ) -> TilePlan[T]:
         """The plan of a tile of a run. begun: what was read before. Raises what `work` raises, NoSlotError and OSError."""
         found = self._ranges(tile, work, slot, begun is not None, is_apart)
-        steps, planned, shown = work.steps(tile, slot), found.planned, found.shown
+        steps = work.steps(tile, slot)
+        planned = found.planned
+        shown = found.shown
         planned.renew()
         planned.transfers.set_kept(work.kept(tile))
         flags = CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None)
@@ -261,7 +263,8 @@ class TilePlans:
             weights=NOTHING if shown is None else shown.memory,
             columns=NO_COLUMNS if flags or slot is None else columns_of(work.columns(tile), slot.tensor.data_ptr()),
         )
-        ops, expected = planned.transfers.reads, planned.expected
+        ops = planned.transfers.reads
+        expected = planned.expected
         plan = TilePlan(
             tile,
             work.name(tile),
@@ -284,7 +287,9 @@ class TilePlans:
         kept = self._kept.get(tile) if likeness is not None else None
         if kept is not None and kept.likeness == likeness and kept.planned.is_current:
             return kept
-        early, late, writes = work.early_reads(tile, slot), work.late_reads(tile, slot), work.writes(tile, slot)
+        early = work.early_reads(tile, slot)
+        late = work.late_reads(tile, slot)
+        writes = work.writes(tile, slot)
         planned = TileRanges(self._store.plans, [] if is_begun else early, late, writes, is_apart)
         shown = None
         if work.is_shown(tile):

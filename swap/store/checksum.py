@@ -103,7 +103,8 @@ class PieceTable:
     """
 
     def __init__(self, pieces: Pieces, entry: str = "", serial: int = 0) -> None:
-        starts, stops = pieces.starts, pieces.stops
+        starts = pieces.starts
+        stops = pieces.stops
         if (
             starts.shape != stops.shape
             or starts.ndim != 1
@@ -157,7 +158,9 @@ class PieceTable:
     def patching(self, offset: int, num_bytes: int) -> Iterator[None]:
         """Around writes that change nothing outside a range: pieces outside keep their checksums, those that it touches have
         none afterwards."""
-        crcs, is_known, touched = self.crcs.copy(), self.is_known.copy(), self.touching(offset, num_bytes)
+        crcs = self.crcs.copy()
+        is_known = self.is_known.copy()
+        touched = self.touching(offset, num_bytes)
         try:
             yield
         finally:
@@ -200,14 +203,16 @@ class Sums:
         """Chooses the threads that sum, and which reads are checked. Raises ValueError for a word that is not allowed."""
         if verify not in get_args(Verify):
             raise ValueError(f"verify is {verify!r}; allowed are {', '.join(map(repr, get_args(Verify)))}")
-        self._workers, self._verify = workers, verify
+        self._workers = workers
+        self._verify = verify
 
     def protect(self, entry: str, pieces: Pieces) -> None:
         """From now on an entry's pieces have checksums: unknown ones, until they are written.
 
         Pieces that it has already keep what is known of them.
         """
-        table, before = PieceTable(pieces, entry, len(self._tables)), self._tables.get(entry)
+        table = PieceTable(pieces, entry, len(self._tables))
+        before = self._tables.get(entry)
         if before is not None:
             table.take_over(before)
         self._tables[entry] = table
@@ -235,9 +240,11 @@ class Sums:
     def of_write(self, ranges: Iterable[Range]) -> list[WrittenBytes]:
         """Sums what is about to be written, for `keep`. Needs no lock. Blocks."""
         due = self.pieces_of(ranges)
-        addresses, num_bytes = [], []
+        addresses = []
+        num_bytes = []
         for table, base, inside, _ in due:
-            starts, stops = table.pieces.starts[inside], table.pieces.stops[inside]
+            starts = table.pieces.starts[inside]
+            stops = table.pieces.stops[inside]
             addresses.append(starts + base)
             num_bytes.append(stops - starts)
         if not due:
@@ -319,9 +326,11 @@ class Sums:
             if number < len(each.numbers):
                 break
             number -= len(each.numbers)
-        start, length = int(each.starts[number]), int(each.num_bytes[number])
+        start = int(each.starts[number])
+        length = int(each.num_bytes[number])
         place = Place(each.table.entry, start, length, _in_files(each.base + start, length, ops, files))
-        piece, written = each.table.pieces.name(int(each.numbers[number])), int(each.crcs[number])
+        piece = each.table.pieces.name(int(each.numbers[number]))
+        written = int(each.crcs[number])
         others = f"{num_wrong - 1} more pieces of this read are wrong as well. " if num_wrong > 1 else ""
         return DamagedEntry(place, piece, written, seen, f"{others}{self._advice(place)}")
 
@@ -337,7 +346,8 @@ class Sums:
 
     def _sum(self, addresses: Sequence[Numbers], num_bytes: Sequence[Numbers]) -> Crcs:
         """The checksums of what lies at these addresses, all at once."""
-        start_ns, lengths = time.monotonic_ns(), np.concatenate(num_bytes).astype(np.uint64)
+        start_ns = time.monotonic_ns()
+        lengths = np.concatenate(num_bytes).astype(np.uint64)
         crcs = crc32c_of(np.concatenate(addresses).astype(np.uint64), lengths, self._workers)
         self._recorder.add("check", f"{len(crcs)} pieces", start_ns, time.monotonic_ns(), int(lengths.sum()))
         return crcs
@@ -406,7 +416,8 @@ def _in_files(address: int, num_bytes: int, ops: Sequence[Op], files: Mapping[in
     """The ranges of files that memory was filled from, in order."""
     found = []
     for op in sorted(ops, key=lambda op: op.address):
-        first, last = max(address, op.address), min(address + num_bytes, op.address + op.length)
+        first = max(address, op.address)
+        last = min(address + num_bytes, op.address + op.length)
         if first < last:
             path = Path(files.get(op.fd, f"descriptor {op.fd}"))
             found.append(FileRange(path, op.offset + first - op.address, last - first))

@@ -176,7 +176,8 @@ class Slots:
         first, last = self._touching(start, stop)
         if first == last:
             return
-        before, behind = self._pieces[first], self._pieces[last - 1]
+        before = self._pieces[first]
+        behind = self._pieces[last - 1]
         if (before.start, behind.stop, last - first) == (start, stop, 1):
             self._pieces[first] = change(before)
             return
@@ -258,17 +259,20 @@ class Freeze:
         outside = np.flatnonzero((offset < 0) | (num_bytes < 0) | (offset + num_bytes > sizes[entry]))
         if len(outside):
             i = outside[0]
-            name, size = entries[entry[i]], sizes[entry[i]]
+            name = entries[entry[i]]
+            size = sizes[entry[i]]
             raise ValueError(f"bytes {offset[i]} to {offset[i] + num_bytes[i]} lie outside {name!r} ({size} bytes)")
         bases = np.cumsum(sizes) - sizes  # one address space: all entries one after the other
         own = np.repeat(bases, np.diff(ends, prepend=0))
         starts, (first, path_index, file_offset, _) = table[:, 0] + own, table.T
         stops = np.append(starts[1:], sizes.sum())
-        low, high = bases[entry] + offset, bases[entry] + offset + num_bytes
+        low = bases[entry] + offset
+        high = bases[entry] + offset + num_bytes
         at = np.searchsorted(starts, low, "right") - 1
         counts = np.where(num_bytes > 0, np.searchsorted(starts, high, "left") - at, 0)
         request, part = spread(at, counts)
-        begin, end = np.maximum(low[request], starts[part]), np.minimum(high[request], stops[part])
+        begin = np.maximum(low[request], starts[part])
+        end = np.minimum(high[request], stops[part])
         within = begin - starts[part]
         return FrozenRows(request, first[part] + within, path_index[part], file_offset[part] + within, end - begin)
 
@@ -443,7 +447,9 @@ class Entry:
 
     def check_range(self, offset: int, buffer: torch.Tensor) -> NvmeHome:
         """Returns its home on NVME. Raises ValueError for a range outside the entry or one that O_DIRECT would refuse."""
-        home, length, address = self.nvme_home(), buffer.numel(), buffer.data_ptr()
+        home = self.nvme_home()
+        length = buffer.numel()
+        address = buffer.data_ptr()
         if offset < 0 or offset + length > home.num_bytes:
             raise ValueError(f"bytes {offset} to {offset + length} lie outside {self.name!r} ({home.num_bytes} bytes)")
         self._check_bytes(buffer)
@@ -456,7 +462,9 @@ class Entry:
 
     def check_blocks(self, offsets: Numbers, block_bytes: int, into: torch.Tensor) -> NvmeHome:
         """As `check_range`, for equal blocks that are read into consecutive memory. numpy checks all blocks at once."""
-        home, address, num_bytes = self.nvme_home(), into.data_ptr(), len(offsets) * block_bytes
+        home = self.nvme_home()
+        address = into.data_ptr()
+        num_bytes = len(offsets) * block_bytes
         if offsets.dtype != np.int64 or offsets.ndim != 1:
             raise ValueError(f"{self.name!r}: offsets are a flat int64 array, not {offsets.ndim}-d {offsets.dtype}")
         if block_bytes <= 0 or block_bytes % ALIGNMENT or address % ALIGNMENT:
@@ -491,7 +499,9 @@ class Entry:
     def occupy(self, slot: Slot) -> None:
         """HOME -> PRESENT: the caller writes its first bytes into the slot."""
         self.expect("put", EntryState.HOME)
-        self.slot, self.owns_slot, self.state = slot, True, EntryState.PRESENT
+        self.slot = slot
+        self.owns_slot = True
+        self.state = EntryState.PRESENT
 
     def exchange(self, slot: Slot) -> Slot:
         """PRESENT -> PRESENT: another slot becomes the home of an entry on HOST. Returns the one before."""
@@ -505,29 +515,38 @@ class Entry:
     def come(self, move: Move, slot: Slot, owns_slot: bool) -> None:
         """HOME, LEAVING or LOST -> COMING."""
         self.expect("fetched", EntryState.HOME, EntryState.LEAVING, EntryState.LOST)
-        self.coming, self.slot, self.owns_slot, self.state = move, slot, owns_slot, EntryState.COMING
+        self.coming = move
+        self.slot = slot
+        self.owns_slot = owns_slot
+        self.state = EntryState.COMING
 
     def arrive(self) -> None:
         """COMING -> PRESENT."""
         self.expect("present", EntryState.COMING)
-        self.coming, self.state = None, EntryState.PRESENT
+        self.coming = None
+        self.state = EntryState.PRESENT
 
     def turn_back(self) -> None:
         """COMING -> HOME, LEAVING or LOST: the fetch failed or was cancelled."""
         self.expect("given up", EntryState.COMING)
-        self.coming, self.slot, self.state = None, None, EntryState.HOME
+        self.coming = None
+        self.slot = None
+        self.state = EntryState.HOME
         if self.leaving is not None:
             self.state = EntryState.LOST if self.leaving.has_failed else EntryState.LEAVING
 
     def rest(self) -> None:
         """PRESENT -> HOME, without a write."""
         self.expect("released", EntryState.PRESENT)
-        self.slot, self.state = None, EntryState.HOME
+        self.slot = None
+        self.state = EntryState.HOME
 
     def leave(self, move: Move) -> None:
         """PRESENT -> LEAVING; the move owns the slot until it ends."""
         self.expect("released", EntryState.PRESENT)
-        self.slot, self.leaving, self.state = None, move, EntryState.LEAVING
+        self.slot = None
+        self.leaving = move
+        self.state = EntryState.LEAVING
 
     def end_leaving(self, arrived: bool) -> None:
         """LEAVING -> HOME or LOST. An entry that is fetched again already stays COMING."""
@@ -556,7 +575,8 @@ class Entry:
 
     def give_up(self) -> Slot | None:
         """Drops the entry: frees its extents, and returns the slot of memory that the store must free, if any."""
-        slot, self.slot = self.slot, None
+        slot = self.slot
+        self.slot = None
         if self.nvme is not None:
             self.nvme.drop()
         return slot if self.owns_slot else None
@@ -570,7 +590,8 @@ class Entry:
 
     def end_device_copy(self, is_dirty: bool) -> None:
         """Before a release: ends the copy on the device, if there is one, and brings its changes to HOST memory. Blocks."""
-        copy, self.device_copy = self.device_copy, None
+        copy = self.device_copy
+        self.device_copy = None
         if copy is not None:
             copy.end(is_dirty)
 

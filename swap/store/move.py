@@ -198,7 +198,8 @@ class Move:
             self._end(after._failure)
             return False
         try:
-            self._tag, self._later = self._queue.submit(ops, priority), None
+            self._tag = self._queue.submit(ops, priority)
+            self._later = None
         except OSError as error:
             self._end(OSError(error.errno or errno.EIO, f"{self.name!r} could not be started: {error.strerror}"))
             return False

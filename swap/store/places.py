@@ -188,7 +188,8 @@ class TileRanges:
         self._is_apart = is_apart
         self._made: dict[Hashable, TileTransfers] = {}  # by the slots
         self._queues: Queues | None = None  # of what is made
-        self._num_late, reads = len(late), [*early, *late]
+        self._num_late = len(late)
+        reads = [*early, *late]
         plans.check_usable()
         with plans.lock:
             self._reads, self._writes = places_of(plans.entries, reads), places_of(plans.entries, writes)
@@ -228,10 +229,14 @@ class TileRanges:
         self.transfers = found
 
     def _make(self) -> TileTransfers:
-        num_early, place = len(self._reads) - self._num_late, 0
-        early, late = reads_of(self._reads[:num_early]), reads_of(self._reads[num_early:])
-        reads, writes = [*early, *late], WritePlan(self._writes, self._is_apart)
-        native, places = (self._native(reads), self._native(writes.ops)), []
+        num_early = len(self._reads) - self._num_late
+        place = 0
+        early = reads_of(self._reads[:num_early])
+        late = reads_of(self._reads[num_early:])
+        reads = [*early, *late]
+        writes = WritePlan(self._writes, self._is_apart)
+        native = (self._native(reads), self._native(writes.ops))
+        places = []
         for number, op in enumerate(late, len(early)):
             places.append((native[0] + number, place))
             place += op.length
@@ -242,5 +247,7 @@ class TileRanges:
         for row, op in zip(rows, ops, strict=True):
             assert self._queues is not None
             row.queue, row.buffer = self._queues.handle_of(op.fd), ffi.cast("void *", op.address)
-            row.length, row.offset, row.fd = op.length, op.offset, op.fd
+            row.length = op.length
+            row.offset = op.offset
+            row.fd = op.fd
         return rows

@@ -71,14 +71,17 @@ class Resources:
     def queues(self) -> Queues:
         """Returns the queues. Opens them first if need be, and registers the memory carved so far. Raises OSError."""
         if self.open_queues is None:
-            regions, files = self.arena.regions, self.files.by_descriptor()
+            regions = self.arena.regions
+            files = self.files.by_descriptor()
             self.open_queues = Queues(files, self._io, regions, self._faults, self._recorder)
             self.registered = regions
         return self.open_queues
 
     def end_queues(self) -> None:
         """Closes the queues, which ends their transfers. The next transfer opens new queues."""
-        queues, self.open_queues, self.registered = self.open_queues, None, []
+        queues = self.open_queues
+        self.open_queues = None
+        self.registered = []
         if queues is None:
             return
         for program in self.programs:

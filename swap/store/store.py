@@ -115,7 +115,9 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self._no_queues = Queues({}, settings, recorder=self.recorder)  # for moves without transfers
         self._held = Resources(paths, host_bytes, disk_bytes, self.run, settings, link_bytes, faults, self.recorder)
         self._finalizer = weakref.finalize(self, self._held.close)  # for a program that drops the store without `close`
-        self.arena, self._files, self.programs = self._held.arena, self._held.files, self._held.programs
+        self.arena = self._held.arena
+        self._files = self._held.files
+        self.programs = self._held.programs
         self.plans = Plans(self._entries, self.sums, self._held, self._lock)
         call_in_child(self, lambda store: store._finalizer.detach())
 
@@ -260,7 +262,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                 return self._nothing_to_move(None, name) if dirty else None
             if dirty:
                 return self._write_back(entry)
-            slot, owns = entry.slot, entry.owns_slot
+            slot = entry.slot
+            owns = entry.owns_slot
             entry.rest()
             if owns and slot is not None:
                 self.arena.give_back(slot)
@@ -459,7 +462,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """The memory in which a tensor rests on HOST or DEVICE."""
         self._check_usable()
         self.on_device.check_there(name)
-        home, slot = self._entries[name].home, self._entries[name].slot
+        home = self._entries[name].home
+        slot = self._entries[name].slot
         if home is Tier.NVME or slot is None:
             raise RuntimeError(f"{name!r} rests on {home.name}; only what rests in memory can be looked at in place")
         return slot
@@ -472,7 +476,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             return entry.coming
         if into is not None and into.num_bytes < entry.padded_bytes:
             raise ValueError(f"{entry.name!r} needs a slot of {entry.padded_bytes} bytes; it has {into.num_bytes}")
-        owns, queues = into is None, self._before_start()
+        owns = into is None
+        queues = self._before_start()
         slot = into or self.arena.take(entry.padded_bytes, f"{entry.name!r}, being fetched,")
         owned = [slot] if owns else []
 
@@ -505,7 +510,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         return move
 
     def _write_back(self, entry: Entry) -> Move:
-        slot, owns = entry.slot, entry.owns_slot
+        slot = entry.slot
+        owns = entry.owns_slot
         assert slot is not None
         owned = [slot] if owns else []
 
@@ -531,7 +537,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         on_end: Callable[[bool], None] | None = None,
     ) -> Move:
         """Starts a write to free slots. These slots become current when the write starts, and lost if it fails."""
-        plan, entries = WritePlan(places_of(self._entries, ranges)), tuple(self._entries[each[0]] for each in ranges)
+        plan = WritePlan(places_of(self._entries, ranges))
+        entries = tuple(self._entries[each[0]] for each in ranges)
 
         def ended(arrived: bool) -> None:
             if not arrived:

@@ -73,7 +73,8 @@ class Bounce:
         _check_range(start, stop, data)
         with self._store.sums.patching(entry, start, data), self._in_use() as in_flight:
             for offset, piece in self._cut(start, stop):
-                first, last = max(start, offset), min(stop, offset + piece.numel())
+                first = max(start, offset)
+                last = min(stop, offset + piece.numel())
                 if last - first < piece.numel():
                     # Not verified: damaged bytes may be the ones to overwrite, and the others keep their checksums.
                     self._store.read([(entry, offset, piece)], entry, is_checked=False).wait()
@@ -108,7 +109,8 @@ def _check_range(start: int, stop: int, data: torch.Tensor) -> None:
 def _copy_out(move: Move, shift: int, piece: torch.Tensor, into: torch.Tensor) -> None:
     """Waits for a piece and copies its requested bytes. The piece begins at byte `shift` of `into` (negative: before it)."""
     move.wait()
-    first, last = max(0, shift), min(into.numel(), shift + piece.numel())
+    first = max(0, shift)
+    last = min(into.numel(), shift + piece.numel())
     into[first:last] = piece[first - shift : last - shift]
 
 
@@ -241,7 +243,8 @@ class ReadAhead:
 
     def _carve(self, wanted: FileRange) -> _StreamPart | None:
         file = self.open(wanted.path)
-        start, stop = wanted.offset, wanted.offset + wanted.num_bytes
+        start = wanted.offset
+        stop = wanted.offset + wanted.num_bytes
         file.check(start, stop)
         base = start // ALIGNMENT * ALIGNMENT
         size = round_up(stop - base, ALIGNMENT)
@@ -286,7 +289,8 @@ class Reading:
                 queue.cancel(tag)
                 queue.wait(tag)
             self._in_flight = None
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         self._give_back(parts)
 
 
@@ -338,7 +342,8 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
 
     def __exit__(self, *_: object) -> None:
         with self._turn:
-            closing, self._closing = self._closing, None
+            closing = self._closing
+            self._closing = None
             if closing is not None:
                 closing.close()
 
@@ -361,7 +366,8 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
         base = start // ALIGNMENT * ALIGNMENT
         with InFlight(_NUM_PIECES) as in_flight:
             for offset in range(base, stop, _READ_PIECE_BYTES) if num_bytes else ():
-                first, last = max(offset, start), min(offset + _READ_PIECE_BYTES, stop)
+                first = max(offset, start)
+                last = min(offset + _READ_PIECE_BYTES, stop)
                 reading = self._ahead.start([FileRange(self.path, first, last - first)])
                 assert reading is not None  # the memory holds as many pieces as are in flight
                 in_flight.add(functools.partial(_take_out, reading, out[first - start : last - start]))
@@ -441,7 +447,8 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         Blocks while all buffers are in flight. Raises OSError of this or an earlier write, ValueError beyond num_bytes.
         """
         data = data.numpy() if isinstance(data, torch.Tensor) else data
-        num_bytes, done = len(data), 0
+        num_bytes = len(data)
+        done = 0
         if self.position + num_bytes > self.num_bytes:
             raise ValueError(f"{self.path}: byte {self.position + num_bytes} of a file of {self.num_bytes} bytes")
         while done < num_bytes:
@@ -486,7 +493,8 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         self._end()
 
     def _end(self) -> None:
-        closing, self._closing = self._closing, None
+        closing = self._closing
+        self._closing = None
         self._pieces.clear()
         if closing is not None:
             closing.close()
@@ -499,5 +507,6 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         """Starts writing the present buffer, in whole blocks."""
         length = round_up(self._filled, ALIGNMENT)
         tag = self._queue.submit([Op(WRITE, self._fd, self._piece().ctypes.data, length, self._offset)])
-        self._offset, self._filled = self._offset + self._filled, 0
+        self._offset = self._offset + self._filled
+        self._filled = 0
         self._in_flight.add(functools.partial(self._queue.finish, tag))

@@ -2,11 +2,12 @@
 
     MUTANTS[name] = Mutant(where the line is, the line, what it becomes, the program and the homes that see it)
 
-`applied` rebuilds one function from its source with the line changed, for as long as a test lasts.
+`applied` rebuilds one function from its source, in the layout of `ast.unparse`, with the line changed, for as long as a test lasts.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import sys
@@ -368,14 +369,25 @@ ON_RANKS = {
 """Those of several ranks (parity_on_ranks.py)."""
 
 
+def canonical(code: str) -> str:
+    """Code as `ast` writes it, whatever its layout: a statement, an expression or the head of a block."""
+    with contextlib.suppress(SyntaxError):
+        return ast.unparse(ast.parse(code))
+    with contextlib.suppress(SyntaxError):
+        return ast.unparse(ast.parse(f"{code}\n    pass")).rpartition("\n")[0]
+    return code
+
+
 @contextlib.contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
     """The library with one line changed. Raises AssertionError when the line is not there exactly once."""
     original: Callable[..., Any] = inspect.getattr_static(mutant.owner, mutant.function)
-    source = textwrap.dedent(inspect.getsource(original))
-    assert source.count(mutant.line) == 1, f"{mutant.function} has {source.count(mutant.line)} of {mutant.line!r}"
+    source = canonical(textwrap.dedent(inspect.getsource(original)))
+    line = canonical(mutant.line)
+    assert source.count(line) == 1, f"{mutant.function} has {source.count(line)} of {line!r}"
     made: dict[str, Any] = {}
-    code = compile(source.replace(mutant.line, mutant.becomes), f"<mutant of {mutant.function}>", "exec")
+    changed = source.replace(line, mutant.becomes)
+    code = compile(changed, f"<mutant of {mutant.function}>", "exec")
     exec(code, vars(sys.modules[original.__module__]), made)
     setattr(mutant.owner, mutant.function, made[mutant.function])
     try:

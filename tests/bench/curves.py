@@ -112,7 +112,8 @@ def draw_curves(figures: dict[str, Any]) -> Figure:
     figure, (top, bottom) = new_figure(9, 6.4, heights=(2, 1))
     first = _smoothed(figures["rows"][0]["losses"])
     for row in figures["rows"]:
-        curve, colour = _smoothed(row["losses"]), _COLOURS[row["preset"]]
+        curve = _smoothed(row["losses"])
+        colour = _COLOURS[row["preset"]]
         states = f"{row['preset']} (master {row['master']}, moments {row['moments']}, {row['rounding']})"
         label = f"{states}: {row['final_loss']:.4f} ({_apart(row)})"
         top.plot(range(1, len(curve) + 1), curve, color=colour, label=label, linewidth=1.4)

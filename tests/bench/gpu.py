@@ -75,7 +75,8 @@ _STEPPED = {
     "tiny": (torch.int16, None),
 }
 """Masters and moments of the timed steps, beside bf16 weights and gradients; None: 8-bit blocks."""
-_TRACE_SAMPLES, _TRACE_WIDTH = 64, 4
+_TRACE_SAMPLES = 64
+_TRACE_WIDTH = 4
 """Times the samples and the width of the small training, with half its blocks: kernels must last as long as the copies that
 they are to hide, and longer than Python takes to start them."""
 _TRACED_BYTES = 32
@@ -186,7 +187,8 @@ def measure_steps(device: torch.device, numel: int) -> dict[str, Any]:
     numel = min(numel, accelerator.free_and_total(device)[0] // 128)
     rule = StepRule("adamw", 1e-3, 0.999, beta1=0.9, beta2=0.999, eps=1e-8)
     forms = {"torch operations": DeviceKernels()}
-    rows, failures = list[dict[str, Any]](), dict[str, str]()
+    rows = list[dict[str, Any]]()
+    failures = dict[str, str]()
     with contextlib.suppress(ImportError):
         if accelerator.runs_triton(device):
             from tiermem.swap.kernels import triton_step, triton_sums

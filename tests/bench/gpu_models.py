@@ -40,7 +40,8 @@ MANY_TOKENS: dict[str, Any] = {
 _NEEDED = ("transformers", "rich", "typer")
 _STATE_BYTES = {"exact": 18, "compact": 12, "bf16": 10, "tiny": 10}
 """Of a parameter, at most: weight, master, moments, gradient, and room for what is under way."""
-_MEMORY_PART, _DISK_PART = 0.75, 0.85
+_MEMORY_PART = 0.75
+_DISK_PART = 0.85
 """Of what is free: the rest is for activations, the interpreter, peers and other files."""
 _COUNTS_DIFFER = 3
 """The exit status of `train` when the kernel's counts of I/O are not the store's: a sandbox's kernel counts otherwise."""
@@ -97,7 +98,8 @@ def readme_table(found: Mapping[str, Any], device: str, date: str) -> list[str]:
 
 def _rows_of(run: ModelRun, name: str, tier: str, home: Path, has_peers: bool) -> list[dict[str, Any]]:
     """Our row and, if asked for, those of the peers."""
-    sizes, room = ModelSizes.of(run.shape), _room(tier, home)
+    sizes = ModelSizes.of(run.shape)
+    room = _room(tier, home)
     wanted = run.layers or sizes.num_layers
     layers = min(wanted, layers_that_fit(sizes, room, _STATE_BYTES[run.states]))
     said = {"tier": tier, "layers": layers, "of_layers": sizes.num_layers, "seq": run.seq, "batch": run.batch}
@@ -105,7 +107,8 @@ def _rows_of(run: ModelRun, name: str, tier: str, home: Path, has_peers: bool) -
         return [{**said, "who": f"tiermem, {name}", "not_run": f"{format_bytes(room)} of {tier} hold no layer of it"}]
     if layers < wanted:
         said["why_fewer"] = f"{format_bytes(room)} of {tier} may be used"
-    file, config = home / "run.json", home / "config.json"
+    file = home / "run.json"
+    config = home / "config.json"
     config.write_text(json.dumps(run.shape), encoding="utf-8")
     words = {"config": config, "layers": layers, "offload": HOMES[tier], "steps": run.steps, "seq": run.seq}
     words |= {"batch": run.batch, "states": run.states, "json": file, "runs": home / "runs"}

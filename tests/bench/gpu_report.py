@@ -49,7 +49,8 @@ def print_report(report: Mapping[str, Any]) -> None:
 def faults_of(report: Mapping[str, Any]) -> list[str]:
     """What makes the exit status 1, each in a few words."""
     faults = [f"{part} failed" for part in report["failures"]]
-    tests, training = report.get("tests", {}), report.get("training", {})
+    tests = report.get("tests", {})
+    training = report.get("training", {})
     if tests.get("num_failed"):
         faults.append(f"{tests['num_failed']} tests failed")
     faults += [f"the step {each} failed" for each in report.get("step", {}).get("failures", {})]
@@ -124,7 +125,8 @@ def _copy_rows(copies: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
 
 def _step_rows(steps: Mapping[str, Any]) -> Iterator[Row]:
     for row in steps["rows"]:
-        ns, rate = row["step_s"] / row["numel"] * 1e9, row["num_bytes"] / row["step_s"] / 1e9
+        ns = row["step_s"] / row["numel"] * 1e9
+        rate = row["num_bytes"] / row["step_s"] / 1e9
         yield f"{row['states']}, {row['form']}", f"{ns:.4f} ns an element, {rate:.1f} GB/s by the bytes that must move"
     for each, words in steps["failures"].items():
         yield each, f"failed: {_last_of(words)}"

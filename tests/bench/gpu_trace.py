@@ -59,7 +59,8 @@ def hidden_share(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"kernel_s": kernel_s}
     for what, ways in (*((way, (way,)) for way in WAYS), ("both", WAYS)):
         copies = _merged(sorted(span for way in ways for span in lanes[way]))
-        copy_s, hidden_s = _seconds(copies), _overlap_s(copies, kernels)
+        copy_s = _seconds(copies)
+        hidden_s = _overlap_s(copies, kernels)
         found[what] = {
             "num_copies": sum(len(lanes[way]) for way in ways),
             "num_bytes": sum(_bytes_of(event) for event in events if _lane_of(event) in ways),
@@ -145,7 +146,8 @@ def _overlap_s(first: Sequence[Span], second: Sequence[Span]) -> float:
     shared: list[Span] = []
     i = j = 0
     while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        start = max(first[i][0], second[j][0])
+        end = min(first[i][1], second[j][1])
         if start < end:
             shared.append((start, end))
         if first[i][1] < second[j][1]:

@@ -244,10 +244,13 @@ class Training(contextlib.AbstractContextManager["Training"]):
         """Makes iterations one after the other, and ends what the last one has begun. Blocks; raises what training raises."""
         store = self.shards.store
         counts_at_rest(store)
-        ours, kernel, by_path = store_counts(store), kernel_counts(), self._by_path()
+        ours = store_counts(store)
+        kernel = kernel_counts()
+        by_path = self._by_path()
         steps = [self._iterate() for _ in range(count)]
         self.shards.check_whole()
-        moved, moved_by_kernel = counts_at_rest(store).since(ours), kernel_counts().since(kernel)
+        moved = counts_at_rest(store).since(ours)
+        moved_by_kernel = kernel_counts().since(kernel)
         timed = steps[1:]
         return Turn(
             iteration_s=(steps[-1]["end_ns"] - steps[0]["end_ns"]) * 1e-9 / max(1, len(timed)),
@@ -263,11 +266,14 @@ class Training(contextlib.AbstractContextManager["Training"]):
         )
 
     def _iterate(self) -> dict[str, Any]:
-        engine, job = self._engine, self._job
+        engine = self._engine
+        job = self._job
         batch = self._data.batch(self._num_batches, job.batch, engine.device)
         self._num_batches += 1
         store = self.shards.store
-        times, meter, python_s = [time.monotonic_ns()], Meter(store.recorder, store.stats), self._python.seconds
+        times = [time.monotonic_ns()]
+        meter = Meter(store.recorder, store.stats)
+        python_s = self._python.seconds
         loss = engine(**batch).loss
         times.append(time.monotonic_ns())
         before = store.stats().nvme_written_bytes

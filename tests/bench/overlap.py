@@ -246,10 +246,8 @@ class Verdict(NamedTuple):
         moved: IoCounts, least: IoCounts, window_s: float, yardstick_s: float, none_s: float, python_s: float
     ) -> Verdict:
         """From the bytes of an iteration and medians of its seconds."""
-        bound_s, bytes_ratio = (
-            max(MOST_OF_YARDSTICK * yardstick_s, MOST_OF_NONE * none_s),
-            sum(moved) / max(1, sum(least)),
-        )
+        bound_s = max(MOST_OF_YARDSTICK * yardstick_s, MOST_OF_NONE * none_s)
+        bytes_ratio = sum(moved) / max(1, sum(least))
         return Verdict(bytes_ratio, window_s / yardstick_s, window_s / none_s, bound_s, python_s / window_s)
 
     def misses(self, window_s: float) -> Iterator[str]:

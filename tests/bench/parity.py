@@ -43,7 +43,9 @@ EXIT_DIFFERS = 1
 
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
-STEPS, WIDTH, NUM_BLOCKS = 4, 64, 4
+STEPS = 4
+WIDTH = 64
+NUM_BLOCKS = 4
 PRECISIONS = {"fp32": (torch.float32, "exact")} | {
     f"bf16, {states}": (torch.bfloat16, states) for states in ("exact", "compact", "bf16", "tiny")
 }
@@ -273,7 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=100, help="about so many of each harm; 0: none")
     parser.add_argument("--tests", type=Path, default=Path("tests"), help="the tests of a checkout")
     given = parser.parse_args(arguments)
-    facts, commit, started = machine_facts(), commit_of(given.tests), time.monotonic()
+    facts = machine_facts()
+    commit = commit_of(given.tests)
+    started = time.monotonic()
     try:
         bits = {int(num_ranks): compare_bits(int(num_ranks)) for num_ranks in given.ranks.split(",")}
     except (ValueError, OSError) as error:

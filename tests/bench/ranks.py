@@ -64,9 +64,11 @@ def run_rank(rank: int, options: RanksBenchOptions, folder: Path) -> None:
     store = torch._C._distributed_c10d.FileStore(str(folder / "store"), options.num_ranks)
     patience = timedelta(seconds=120)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_ranks, timeout=patience)
-    group, idle = dist.group.WORLD, _idle_group()
+    group = dist.group.WORLD
+    idle = _idle_group()
     assert group is not None
-    steps, overhead = _steps(options, group), {"gloo": _overhead(options, group)}
+    steps = _steps(options, group)
+    overhead = {"gloo": _overhead(options, group)}
     if idle is not None:
         overhead["python"] = _overhead(options, idle)
     if rank == 0:
@@ -86,10 +88,12 @@ def _idle_group() -> dist.ProcessGroup | None:
 
 def _steps(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, Loops]:
     """Of each contestant, the seconds of every step's phases."""
-    ours, theirs = _tower(options), _tower(options)
+    ours = _tower(options)
+    theirs = _tower(options)
     x = torch.randn(options.num_samples, options.width)
     with _sharded(ours, theirs, group):
-        first, second = tiermem.AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
+        first = tiermem.AdamW(ours.parameters())
+        second = torch.optim.AdamW(theirs.parameters(), fused=True)
         return _in_turn(options, tiermem=lambda: _step(ours, first, x), fsdp2=lambda: _step(theirs, second, x))
 
 

@@ -79,7 +79,12 @@ def test_inside_a_forward_or_backward(place: str, shards: Shards, model: nn.Modu
     def run(*_: Any) -> None:
         found[due[-1]] = outcome(due[-1], model, plain)
 
-    hook = lambda module, args, output: run() if place == "forward" else output.register_hook(run) and None  # noqa: E731
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if place == "forward":
+            run()
+        else:
+            output.register_hook(run)
+
     model.layers[2].register_forward_hook(hook)
     while due:  # a view that records a graph keeps the parameter present until the forward ends
         with contextlib.suppress(RuntimeError) if due[-1] in WRITES else contextlib.nullcontext():

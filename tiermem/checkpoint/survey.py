@@ -171,7 +171,8 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
 def _data_of(file: Path) -> Iterator[tuple[int, int]]:
     """The ranges that were written; reserved blocks that were never written are holes. Raises OSError."""
     with open(durable.open_regular(file), "rb", buffering=0) as opened:
-        stop, end = 0, os.fstat(opened.fileno()).st_size
+        stop = 0
+        end = os.fstat(opened.fileno()).st_size
         while stop < end:
             try:
                 start = opened.seek(stop, os.SEEK_DATA)
@@ -455,7 +456,8 @@ def _run(folder: Path, named: Named, unread: Collection[str | None]) -> RunRepor
     name = RunName.of(real(folder))
     assert name is not None  # it was found by its name
     owner = owner_of(folder)
-    names, state = sorted(os.listdir(folder)), _state(folder)
+    names = sorted(os.listdir(folder))
+    state = _state(folder)
     files = [folder / name for name in names if stat.S_ISREG(_mode_of(folder / name))]
     space = space_of(files, named, state in ("live", "unseen"), name.run_id not in unread)
     return RunReport(

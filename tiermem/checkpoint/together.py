@@ -68,7 +68,8 @@ def together(
         finally:
             own = None  # else error and frame keep each other alive, and with them the graph of a backward that it ends
     if failed:
-        text, number = _told_of(what, failed), failed[0].errno
+        text = _told_of(what, failed)
+        number = failed[0].errno
         raise RuntimeError(text) if number is None else OSError(number, text)
     return done[0], values
 

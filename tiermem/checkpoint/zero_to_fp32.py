@@ -26,8 +26,11 @@ class LazyTensor:
     """A tensor of a checkpoint. Each `contiguous()` call opens the checkpoint's files and reads the tensor."""
 
     def __init__(self, where: Path, tag: str | None, weight: Weight) -> None:
-        self._where, self._tag, self._name = where, tag, weight.parameter.name
-        self.shape, self.dtype = torch.Size(weight.parameter.shape), weight.dtype
+        self._where = where
+        self._tag = tag
+        self._name = weight.parameter.name
+        self.shape = torch.Size(weight.parameter.shape)
+        self.dtype = weight.dtype
 
     def contiguous(self) -> torch.Tensor:
         """The tensor, on the CPU. Blocks; raises DamagedState, OSError."""

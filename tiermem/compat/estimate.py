@@ -29,7 +29,10 @@ from tiermem.ranks.topology import Topology
 from tiermem.units.unit import divide
 
 _GIB = 1 << 30
-_PARAM, _GRAD, _FP32 = 2, 2, 4  # bytes of an element: 16-bit weights, 16-bit gradients, 32-bit values
+# bytes of an element: 16-bit weights, 16-bit gradients, 32-bit values
+_PARAM = 2
+_GRAD = 2
+_FP32 = 4
 _STATES = 4 * _FP32  # master, gradient, momentum, variance
 _MOST_LAYERS = 10_000  # in an imagined model
 
@@ -224,7 +227,8 @@ def _numel(param: nn.Parameter) -> int:
 
 
 def _heading(size: str, num_gpus_per_node: int, num_nodes: int) -> list[str]:
-    nodes, gpus = "nodes" if num_nodes > 1 else "node", "GPUs" if num_gpus_per_node > 1 else "GPU"
+    nodes = "nodes" if num_nodes > 1 else "node"
+    gpus = "GPUs" if num_gpus_per_node > 1 else "GPU"
     return [
         "Estimated memory needed for params, optim states and gradients for a:",
         f"HW: Setup with {num_nodes} {nodes}, {num_gpus_per_node} {gpus} per node.",

@@ -54,7 +54,8 @@ def problems_of(error: pydantic.ValidationError, root: type[pydantic.BaseModel])
     """Yields pydantic's findings as problems with paths from `root`; for an unknown key it names the nearest known key."""
     for detail in error.errors():
         parts = [str(part) for part in detail["loc"]]
-        path, cause = ".".join(parts), detail.get("ctx", {}).get("error")
+        path = ".".join(parts)
+        cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, CombinedError):
             yield from (Problem(".".join(filter(None, (path, key))), message) for key, message in cause.found)
         elif isinstance(cause, ValueError):

@@ -75,7 +75,9 @@ def precision_of(config: TiermemConfig) -> Precision:
 
 def _asks(config: TiermemConfig) -> Iterator[_Ask]:
     """What the reference's switches decide; true ones alone."""
-    bf16, grads, fp32_states = config.bf16, config.data_types.grad_accum_dtype, _fp32_states(config)
+    bf16 = config.bf16
+    grads = config.data_types.grad_accum_dtype
+    fp32_states = _fp32_states(config)
     for is_on, name, key in (
         (bf16.bf16_master_weights_and_grads, "bf16", _BF16_MASTER),
         (config.fp16.fp16_master_weights_and_grads, "fp16", _FP16_MASTER),
@@ -102,7 +104,8 @@ def _fp32_states(config: TiermemConfig) -> bool | None:
 
 
 def _bf16_problems(config: TiermemConfig) -> Problems:
-    master, states = config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states
+    master = config.bf16.bf16_master_weights_and_grads
+    states = config.bf16.bf16_optimizer_states
     if states and not master:
         yield (
             _BF16_STATES,
@@ -149,7 +152,9 @@ def _unusable_switch(config: TiermemConfig, key: str, or_else: str | None) -> Pr
 
 def _contradicted(config: TiermemConfig) -> Problems:
     """Where data_types or tiermem.precision say one thing and a switch another."""
-    given, kept, own = config.data_types.param_dtype, config.precision, config.tiermem.precision
+    given = config.data_types.param_dtype
+    kept = config.precision
+    own = config.tiermem.precision
     if given not in (None, kept):
         how = f"set {given}.enabled" if given != "fp32" else f"set {kept}.enabled to false"
         yield "data_types.param_dtype", f"{given} given, but bf16 and fp16 say {kept}; remove the key or {how}"
@@ -293,7 +298,8 @@ class TiermemConfig(ConfigModel):
     def batch(self, num_ranks: int) -> BatchSizes:
         """Computes the batch sizes on this many ranks; raises ConfigError with the arithmetic when they do not fit."""
         try:
-            micro, accumulation = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+            micro = self.train_micro_batch_size_per_gpu
+            accumulation = self.gradient_accumulation_steps
             sizes = solve_batch(self.train_batch_size, micro, accumulation, num_ranks)
         except ValueError as error:
             auto = [key for key in ("train_batch_size", "train_micro_batch_size_per_gpu") if key in self._auto_keys]
@@ -309,7 +315,9 @@ class TiermemConfig(ConfigModel):
 
     def policy(self, **overrides: Any) -> OffloadPolicy:
         """Builds the policy from the keys that are set; `overrides` are fields of OffloadPolicy that win over them."""
-        zero, own, leaf = self.zero_optimization, self.tiermem, self.zero_optimization.leaf_module
+        zero = self.zero_optimization
+        own = self.tiermem
+        leaf = self.zero_optimization.leaf_module
         named = tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes)
         fields: dict[str, Any] = {
             "stage": 0,
@@ -341,7 +349,8 @@ class TiermemConfig(ConfigModel):
         return translate.shared_by_ranks(self)
 
     def contradictions(self) -> Problems:
-        zero, own = self.zero_optimization, self.tiermem
+        zero = self.zero_optimization
+        own = self.tiermem
         if self.bf16.enabled and self.fp16.enabled:
             yield "", "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none for fp32"
         if own.grads is OffloadDevice.nvme and not translate.paths_of(zero, own):
@@ -386,7 +395,8 @@ class TiermemConfig(ConfigModel):
         return self.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
 
     def _overflow_conflicts(self) -> Problems:
-        own, key = self.tiermem, "tiermem.on_nonfinite"
+        own = self.tiermem
+        key = "tiermem.on_nonfinite"
         is_checked = self.bf16.is_set("check_grad_overflow") and self.bf16.check_grad_overflow
         if own.is_set("on_nonfinite") and self._applies_anything and own.on_nonfinite != "apply":
             yield key, f'"{own.on_nonfinite}" with bf16.check_grad_overflow false, which is "apply"; remove one'
@@ -400,7 +410,8 @@ class TiermemConfig(ConfigModel):
 
     def _reduction_conflicts(self) -> Problems:
         """Two dtypes for one reduction or gather, or two divisors, both written down."""
-        given, autocast = self.communication_data_type, self.torch_autocast
+        given = self.communication_data_type
+        autocast = self.torch_autocast
         if self.fp32_allreduce and given not in (None, "fp32"):
             yield "fp32_allreduce", f"true, but communication_data_type is {given}; remove fp32_allreduce"
         if self.prescale_gradients and self.gradient_predivide_factor != 1.0:

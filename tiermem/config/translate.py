@@ -164,7 +164,8 @@ def _folders(paths: Sequence[PathConfig]) -> str:
 
 def io_of(aio: AioConfig, own: OwnConfig) -> IoSettings:
     """Builds the queue's settings; raises ValueError for a block size or depth that the queue does not take."""
-    depth, threads = aio.depth or IoSettings.depth, aio.threads or 0
+    depth = aio.depth or IoSettings.depth
+    threads = aio.threads or 0
     given = IoSettings(own.engine, aio.block_size, depth, threads, aio.single_submit, aio.overlap_events)
     if own.measured is not None or not own.takes_more:
         return given
@@ -176,7 +177,9 @@ def least_keys(config: ConfigModel, aio: AioConfig, own: OwnConfig) -> list[str]
     """The keys with small numbers, of which more is taken where memory allows; unless the config says no."""
     if not own.takes_more:
         return []
-    fields, io, found = fields_of(config), io_of(aio, own), []
+    fields = fields_of(config)
+    io = io_of(aio, own)
+    found = []
     pipelines = fields.get("pipeline_read", True), fields.get("pipeline_write", True)
     usual = {
         "tile_buffers": usual_tile_buffers(*pipelines)[0],

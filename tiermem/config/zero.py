@@ -383,7 +383,8 @@ def _without_deprecated(raw: dict[str, Any]) -> dict[str, Any]:
     for old, new in _SUCCESSORS.items():
         if raw.get(old) is None:
             continue
-        key, is_offload = canonical_key(ZeroConfig, new), old.startswith("cpu_offload")
+        key = canonical_key(ZeroConfig, new)
+        is_offload = old.startswith("cpu_offload")
         _warn_deprecated(old, f'{key}: {{"device": "cpu"}}' if is_offload else key)
         if new in raw or key in raw or (is_offload and raw[old] is not True):
             continue

@@ -83,7 +83,8 @@ def cast_model(model: nn.Module, config: TiermemConfig, device: torch.device) ->
             buffer.data = buffer.data.to(of_buffers)
     for name, module in model.named_modules() if device.type == "cpu" and dtype is not None else ():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.running_mean is not None:
-            weights, kept = module.weight.dtype, module.running_mean.dtype
+            weights = module.weight.dtype
+            kept = module.running_mean.dtype
             if weights != kept:
                 raise ValueError(
                     f"module {name or 'model'!r}: torch's batch norm on the CPU takes no {kept} statistics beside {weights} "
@@ -157,7 +158,8 @@ def _to_half(value: Any) -> Any:
 
 def refuse_graphs(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raises ValueError where torch.compile would capture CUDA graphs."""
-    mode, inductor = options.get("mode"), options.get("options") or {}
+    mode = options.get("mode")
+    inductor = options.get("options") or {}
     asks = {
         f"backend={backend!r}": backend == "cudagraphs",
         f"mode={mode!r}": mode in ("reduce-overhead", "max-autotune"),

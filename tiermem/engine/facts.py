@@ -86,7 +86,8 @@ class Accumulation:
 
     def end_step(self) -> int:
         """Ends a step; returns its number of micro-batches. Where the user sets the boundary, each backward counts as one."""
-        num_held, self._num_backwards = self.num_held, self._shards.hooks.num_backwards
+        num_held = self.num_held
+        self._num_backwards = self._shards.hooks.num_backwards
         is_counted = self._is_managed and self._set_by_user is None
         return self.num_micro_batches if is_counted else num_held
 
@@ -204,7 +205,8 @@ class Losses:
 
     def check_one_way(self) -> None:
         """Raises RuntimeError when the losses of a step used both ways, and when fp16 needs the scale and no loss has it."""
-        divided, scaled = self._num_divided, self._num_scaled
+        divided = self._num_divided
+        scaled = self._num_scaled
         if divided and scaled > divided:
             raise RuntimeError(
                 f"{divided} losses of this step went through engine.backward, which divides by the micro-batches of a step, "
@@ -285,7 +287,8 @@ class PhaseTimes:
 
         Empty when off. Blocks until an accelerator has ended these phases.
         """
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         totals = {name: sum(_seconds(start, end) for phase, start, end in spans if phase == name) for name in _PHASES}
         return "".join(f", {name} {1e3 * total / num_steps:.1f} ms" for name, total in totals.items() if total)
 
@@ -328,7 +331,8 @@ def states_to_offload(
     include: Iterable[OffloadState | str] | None, device: OffloadDevice | str
 ) -> Collection[OffloadState]:
     """Returns the states to offload; empty when the device is none. Raises ValueError for unknown names and for nvme."""
-    device, known = OffloadDevice(device), [state.value for state in OffloadState]
+    device = OffloadDevice(device)
+    known = [state.value for state in OffloadState]
     if device is OffloadDevice.nvme:
         raise ValueError(
             "offload_states to nvme: states have one home for a whole run. Set offload_optimizer or offload_param to "
@@ -370,7 +374,8 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit] 
         shards.prefetcher.empty()
     if not is_accelerator(shards.device) or not states:
         return None
-    memory, kinds = shards.store.on_device, {kind for state in states for kind in _KINDS[state]}
+    memory = shards.store.on_device
+    kinds = {kind for state in states for kind in _KINDS[state]}
     present = [live for live in shards.units if takes_params and live.unit.is_resident and live.is_present]
     shards.steps.finish()
     shards.program.drop()  # what backward has stepped reads gradients there
@@ -396,7 +401,8 @@ def reload(shards: Shards, away: Sequence[LiveUnit]) -> None:
 
 def _check_host(shards: Shards, num_bytes: int) -> None:
     """Raises ValueError when so many bytes do not fit what the plan leaves of host memory."""
-    budget, ranks = shards.policy.host_bytes, ranks_per_node()
+    budget = shards.policy.host_bytes
+    ranks = ranks_per_node()
     if budget is not None and num_bytes > budget // ranks - shards.plan.host_bytes:
         raise ValueError(
             f"offload_states takes {num_bytes} bytes of host memory, for what rests on {shards.device} alone; of host_bytes "

@@ -73,7 +73,8 @@ class _Skipping:
     num_skipped = 0
 
     def __iter__(self) -> Iterator[int]:
-        num_skipped, self.num_skipped = self.num_skipped, 0
+        num_skipped = self.num_skipped
+        self.num_skipped = 0
         return itertools.islice(super().__iter__(), num_skipped, None)  # type: ignore[misc]  # of the sampler beside it
 
 
@@ -97,12 +98,14 @@ class TrainingLoader(DataLoader[Any]):
     _to_skip = 0  # batches to leave out in the next pass
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own iterators, counted
-        skipped, self._to_skip = self._to_skip, 0
+        skipped = self._to_skip
+        self._to_skip = 0
         self._num_batches = skipped
         self._epoch_start = self.generator.get_state() if self.generator is not None else None
         sampler: object = self.sampler
         if isinstance(sampler, _Skipping):
-            sampler.num_skipped, skipped = skipped * (self.batch_size or 1), 0
+            sampler.num_skipped = skipped * (self.batch_size or 1)
+            skipped = 0
         return self._count(super().__iter__(), skipped)
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,7 +237,8 @@ def initialize(
     if given is None:
         raise ValueError("initialize needs a config: a dict or the path of a JSON file")
     loaded = load_config(given)
-    on, policy = find_device(device), loaded.policy()
+    on = find_device(device)
+    policy = loaded.policy()
     if dist_init_required is False and not dist.is_initialized():
         raise RuntimeError("dist_init_required is False and there is no process group: make one, or leave it out")
     join_ranks(policy.timeout_s, on, policy.join_timeout_s)

@@ -63,7 +63,11 @@ class Course:
         stepped: list[int] = []
         if self.overlap != "backward":
             return set(), set()
-        plan, busy_s, end_s, is_begun = self.plan, 0.0, 0.0, False  # until then: the disk or kernels, and the maths
+        # until then: the disk or kernels, and the maths
+        plan = self.plan
+        busy_s = 0.0
+        end_s = 0.0
+        is_begun = False
         last = {index: place for place, use in enumerate(reversed(self.uses)) for index in use.units}
         waiting: list[tuple[int, float]] = []  # units that are home, and the seconds that each takes
         for place, use in enumerate(reversed(self.uses)):
@@ -74,7 +78,8 @@ class Course:
                 index, seconds = waiting.pop()
                 busy_s += seconds
                 stepped.append(index)
-            is_begun, busy_s = busy_s > end_s, max(busy_s, end_s)
+            is_begun = busy_s > end_s
+            busy_s = max(busy_s, end_s)
             for unit in of_use:
                 of_unit = [self.early_load(load) for load in loads if load.unit == unit.index]
                 if of_unit and (plan.unit_homes.get(unit.index) is Tier.NVME or unit.index in plan.drafted):

@@ -152,7 +152,8 @@ def _second_step(timeline: Timeline) -> Forecast:
         phase, _, number = task.phase.partition(" ")
         is_program = task.lane == MATHS and not task.is_beside  # it runs these tasks in order and waits for each
         if number == "1":
-            lane, edge = busy.setdefault(task.lane, {}), moved.setdefault(task.edge, {})
+            lane = busy.setdefault(task.lane, {})
+            edge = moved.setdefault(task.edge, {})
             among = payloads.setdefault(task.among, {})
             among[phase] = among.get(phase, 0) + task.payload_bytes
             lane[phase] = lane.get(phase, 0.0) + (0.0 if goes_on else task.seconds)
@@ -174,7 +175,8 @@ def _second_step(timeline: Timeline) -> Forecast:
 
 def _limits_of(tasks: Sequence[Task]) -> dict[str, float]:
     """Seconds of each resource in the second step."""
-    limits_s, lanes_s = dict.fromkeys(("compute", *dict.fromkeys(_RESOURCES.values())), 0.0), dict[str, float]()
+    limits_s = dict.fromkeys(("compute", *dict.fromkeys(_RESOURCES.values())), 0.0)
+    lanes_s = dict[str, float]()
     for task in tasks:
         if task.phase.endswith(" 1"):
             lane = KERNELS if task.name == TILE else task.lane  # on a CPU they share the lane of maths
@@ -328,7 +330,8 @@ def choose(
 
     moves = [each.fields(policy) for each in placements]
     rule = _first_that_fits(attempt, moves)
-    search, best = _Search(attempt, functools.partial(_changes, policy, division, topology.num_shards), rule), rule
+    search = _Search(attempt, functools.partial(_changes, policy, division, topology.num_shards), rule)
+    best = rule
     if policy.host_bytes is not None or any(each.device_bytes is not None for each in placements):
         best = search.improved(rule, moves)
         if (
@@ -353,7 +356,8 @@ class _Search:
     def __init__(
         self, attempt: Callable[..., Tried], changes: Callable[[Tried], Iterator[Fields]], rule: Tried
     ) -> None:
-        self._attempt, self._changes = attempt, changes
+        self._attempt = attempt
+        self._changes = changes
         self._tried: dict[str, Tried | None] = {_key(rule.fields): rule}  # None: it does not fit
 
     @property

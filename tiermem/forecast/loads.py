@@ -64,14 +64,16 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
         matrices = _matrices(module) & {shard.param for unit in units for shard in unit.shards}
         counted |= matrices
         numel = 0 if has_rest and module not in in_list else sum(param.numel() for param in matrices)
-        forward_s, backward_s = numel * compute.forward_s, numel * compute.backward_s
+        forward_s = numel * compute.forward_s
+        backward_s = numel * compute.backward_s
         indices = tuple(unit.index for unit in units)
         again = reads_weights_again(module)
         uses.append(Use(names[module], indices, forward_s, backward_s, again, blocks.get(module, "")))
     left = sum(param.numel() for param in _left(in_list if has_rest else set(model.modules())) - counted)
     if left or not uses:
         uses.append(Use("what is always present", (), left * compute.forward_s, left * compute.backward_s))
-    last, rest = uses[-1], (compute.rest_forward_s or 0.0, compute.rest_backward_s or 0.0)
+    last = uses[-1]
+    rest = (compute.rest_forward_s or 0.0, compute.rest_backward_s or 0.0)
     uses[-1] = last._replace(forward_s=last.forward_s + rest[0], backward_s=last.backward_s + rest[1])
     return uses
 
@@ -154,7 +156,8 @@ def tile_loads(
             pieces += [(unit, numel, size) for numel, size in cut[alike]]
     sizes = [size for _, _, size in pieces]
     made: dict[Hashable, TileLoad] = {}
-    loads, homes = [], homes_of_tiles(sizes, plan)
+    loads = []
+    homes = homes_of_tiles(sizes, plan)
     sent = sent_tiles([numel for _, numel, _ in pieces], homes, plan)
     for (unit, numel, size), home, is_sent in zip(pieces, homes, sent, strict=True):
         key = (unit.index, numel, home, is_sent)
@@ -185,7 +188,8 @@ def _load(
     unit: Unit, numel: int, home: Tier, size: int, plan: Plan, policy: OffloadPolicy, is_sent: bool = False
 ) -> TileLoad:
     moved = size if home is Tier.NVME else 0
-    weights, grads = numel * unit.dtype.itemsize, numel * policy.precision.grad_dtype(unit.dtype).itemsize
+    weights = numel * unit.dtype.itemsize
+    grads = numel * policy.precision.grad_dtype(unit.dtype).itemsize
     is_on_nvme = plan.unit_homes.get(unit.index) is Tier.NVME and not unit.is_resident
     reads_weight = is_on_nvme and planned_layout(unit, policy).reads_weight
     lasting = moved + (weights if reads_weight else 0)
@@ -224,7 +228,8 @@ def torch_traffic(layout: StateLayout, grads: torch.dtype) -> float:
     numel = NORM_BLOCK
     states = layout.views(torch.zeros(layout.total_bytes(numel), dtype=torch.uint8), numel)
     weight, grad = (torch.zeros(numel, dtype=dtype) for dtype in (layout.dtype, grads))
-    rule, parts = StepRule(_RULES[layout.num_moments], 0.0, 0.0), StepParts(weight, states.master, grad, states.moments)
+    rule = StepRule(_RULES[layout.num_moments], 0.0, 0.0)
+    parts = StepParts(weight, states.master, grad, states.moments)
     dither = Dither(0, 0, 0) if layout.precision.is_stochastic else None
     return memory_traffic(lambda: step_in_torch(rule, parts, dither)) / numel
 
@@ -330,7 +335,8 @@ def _packed(bucket: Bucket, topology: Topology) -> list[Send]:
     """A reduction of 8-bit blocks; on several nodes first within each node, then the node's sums across nodes."""
     if topology.across is None or topology.within is None:
         return [_send("shard", topology.num_shards * INT8.packed_bytes(bucket.column_numel), topology)]
-    num_across, num_within = topology.across.size, topology.within.size
+    num_across = topology.across.size
+    num_within = topology.within.size
     return [
         _send("within", num_within * INT8.packed_bytes(num_across * bucket.column_numel), topology),
         _send("across", num_across * INT8.packed_bytes(bucket.column_numel), topology),

@@ -151,7 +151,9 @@ class Transformer:
         return _HALF * batch * seq * (16 * self.hidden + 2 * self.num_heads * seq)
 
 
-PAPER_BATCH, PAPER_SEQ, PAPER_GPUS = 32, 1024, 16
+PAPER_BATCH = 32
+PAPER_SEQ = 1024
+PAPER_GPUS = 16
 """The setting of the paper's table of memory (figure 2a): sequences of a node, tokens of each, GPUs of a node."""
 
 PAPER_MODELS = (
@@ -227,7 +229,9 @@ def play(tasks: Sequence[Task]) -> Timeline:
     waiting: dict[str, list[tuple[int, float, int]]] = {task.lane: [] for task in tasks}  # (priority, since, number)
     busy: set[str] = set()  # lanes
     running: list[tuple[float, int]] = []  # (end, number)
-    begin_s, end_s, now = [0.0] * len(tasks), [0.0] * len(tasks), 0.0
+    begin_s = [0.0] * len(tasks)
+    end_s = [0.0] * len(tasks)
+    now = 0.0
     ready = [number for number, count in enumerate(num_left) if not count]
     changed = set(waiting)  # lanes that may have become able to take a task
     while changed:
@@ -241,7 +245,9 @@ def play(tasks: Sequence[Task]) -> Timeline:
                 busy.add(lane)
                 begin_s[number], end_s[number] = now, now + tasks[number].seconds
                 heapq.heappush(running, (end_s[number], number))
-        now, ready, changed = running[0][0] if running else now, [], set()
+        now = running[0][0] if running else now
+        ready = []
+        changed = set()
         while running and running[0][0] == now:
             number = heapq.heappop(running)[1]
             busy.remove(tasks[number].lane)

@@ -41,11 +41,18 @@ from tiermem.weights.unit_state import UnitState
 from tiermem.wires.packed import gathers_packed
 from tiermem.wires.reduce import MOST_UNDER_WAY, Bucket, cut
 
-NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"
-HOST_TO_DEVICE, DEVICE_TO_HOST = "HOST -> DEVICE", "DEVICE -> HOST"
-RANK_TO_RANK, RANK_TO_NEAR = "rank -> rank", "rank -> rank of its node"
-FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-MATHS, KERNELS, MEMORY = "maths", "kernels", "host memory"
+NVME_TO_HOST = "NVME -> HOST"
+HOST_TO_NVME = "HOST -> NVME"
+HOST_TO_DEVICE = "HOST -> DEVICE"
+DEVICE_TO_HOST = "DEVICE -> HOST"
+RANK_TO_RANK = "rank -> rank"
+RANK_TO_NEAR = "rank -> rank of its node"
+FORWARD = "forward"
+BACKWARD = "backward"
+STEP = "step"
+MATHS = "maths"
+KERNELS = "kernels"
+MEMORY = "host memory"
 TILE = "tile"
 """The name of the tasks that are kernels of steps."""
 
@@ -126,7 +133,8 @@ class StepBuilder:
         self._run(use.name, use.units, use.forward_s * self._course.at_once)
 
     def _backward(self, number: int, micro: int) -> None:
-        self._phase, self._is_last = f"{BACKWARD} {number}", micro == self._course.num_micro // self._course.at_once - 1
+        self._phase = f"{BACKWARD} {number}"
+        self._is_last = micro == self._course.num_micro // self._course.at_once - 1
         self._end_step()
         left = collections.Counter(index for use in self._course.uses for index in use.units)
         self._taken.clear()
@@ -165,7 +173,8 @@ class StepBuilder:
 
     def _send_input(self, block: str) -> None:
         """Begins to send a block's input home. The program waits until the input before it is away."""
-        course, num_bytes = self._course, self._course.input_bytes
+        course = self._course
+        num_bytes = self._course.input_bytes
         before = next(reversed(self._away.values()), -1)
         self._last = self._add("input away", MATHS, 0.0, [self._last, before])
         away = self._last
@@ -182,7 +191,9 @@ class StepBuilder:
         self._last = self._add("input there", MATHS, 0.0, [self._last, self._coming.pop(block, -1)])
         place = self._blocks.index(block)
         if place:
-            before, num_bytes, come = self._blocks[place - 1], self._course.input_bytes, self._last
+            before = self._blocks[place - 1]
+            num_bytes = self._course.input_bytes
+            come = self._last
             if self._course.input_home is Tier.NVME:
                 come = self._read(f"input of {before}", num_bytes, [come])
             if self._course.is_gpu:
@@ -251,7 +262,8 @@ class StepBuilder:
     def _arrive(self) -> None:
         """Ends the oldest reduction. After a unit's last bucket, its gradients are accumulated at home."""
         oldest = self._under_way.pop(0)
-        unit, after = oldest.bucket.unit, self._last
+        unit = oldest.bucket.unit
+        after = self._last
         if self._course.is_gpu:
             after = oldest.sent
         else:
@@ -295,7 +307,8 @@ class StepBuilder:
 
     def _step_early(self, unit: Unit, at_home: list[int]) -> None:
         """Steps a unit whose gradients are home while backward goes on."""
-        before, self._phase = self._phase, self._phase.replace(BACKWARD, STEP)
+        before = self._phase
+        self._phase = self._phase.replace(BACKWARD, STEP)
         loads = [self._course.early_load(load) for load in self._loads if load.unit == unit.index]
         writes = self._tiles(loads, [], at_home, self._step_writes)
         if unit.index in self._whole and self._course.plan.unit_homes[unit.index] is Tier.NVME:
@@ -324,10 +337,12 @@ class StepBuilder:
     def _step(self, number: int) -> None:
         course = self._course
         waited = [self._last, *self._grad_writes, *self._arrivals.values()]
-        self._phase, self._grad_writes = f"{STEP} {number}", []
+        self._phase = f"{STEP} {number}"
+        self._grad_writes = []
         self._arrivals.clear()
         self._last = self._add("norm", MATHS, 0.0, waited)
-        begun, self._begun = self._begun, []
+        begun = self._begun
+        self._begun = []
         if not course.policy.step_in_backward:
             self._prefetcher.empty()
             self._step_writes += self._tiles(self._in_order(), begun, [self._last], self._step_writes)
@@ -348,7 +363,8 @@ class StepBuilder:
         """Makes the program wait for the step that goes on, if there is one."""
         if self._step_writes:
             self._last = self._add("written", MATHS, 0.0, [self._last, *self._step_writes])
-        self._step_writes, self._stepping = [], {}
+        self._step_writes = []
+        self._stepping = {}
 
     def _in_order(self) -> list[TileLoad]:
         """The tiles that are stepped after backward: of resident units first, then in the order of the next forward."""
@@ -369,15 +385,19 @@ class StepBuilder:
 
         earlier: the writes of tiles that had the buffers before.
         """
-        policy, num_buffers = self._course.policy, max(1, self._course.plan.tiles.num)
+        policy = self._course.policy
+        num_buffers = max(1, self._course.plan.tiles.num)
         goes_on = self._course.overlap != "none"
         if goes_on:  # the program gives all tiles to the run before it returns
             planning_s = sum(load.num_tiles for load in loads) * self._rates.tile_s
             self._last = self._add("plan of tiles", MATHS, planning_s, [self._last])
-        kernels, writes, pending = list[int](), list(earlier), list(begun)
+        kernels = list[int]()
+        writes = list(earlier)
+        pending = list(begun)
         returns: list[int] = []  # of tiles that were sent: each has its turn of the accelerator's buffers
         for place, load in enumerate(loads, len(earlier)):
-            after, is_awaited = list(first), not goes_on or self._units[load.unit].is_resident
+            after = list(first)
+            is_awaited = not goes_on or self._units[load.unit].is_resident
             priority = 0 if is_awaited else _BEHIND
             if self._course.plan.tiles.num:
                 after += writes[place - num_buffers : place - num_buffers + 1] if place >= num_buffers else []
@@ -498,7 +518,9 @@ class _PlayedUnit:
     def gather(self) -> None:
         """HOME or READING -> GATHERING."""
         self._builder.gather_unit(self.unit, self._read, self._has_second)
-        self.state, self._read, self._has_second = UnitState.GATHERING, None, self._keeps_second
+        self.state = UnitState.GATHERING
+        self._read = None
+        self._has_second = self._keeps_second
 
     def copy(self) -> None:
         """HOME -> COPYING."""
@@ -507,11 +529,13 @@ class _PlayedUnit:
 
     def land(self) -> None:
         """-> PRESENT."""
-        self.state, self._read = UnitState.PRESENT, None
+        self.state = UnitState.PRESENT
+        self._read = None
 
     def drop(self) -> None:
         """-> HOME."""
-        self.state, self._read = UnitState.HOME, None
+        self.state = UnitState.HOME
+        self._read = None
 
     def outdate(self) -> None:
         """Drops the secondary copy: the weights are about to change."""

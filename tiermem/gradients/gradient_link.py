@@ -88,7 +88,8 @@ class GradientLink:
     def join(self) -> None:
         """Blocks until all that was sent has been stored. Raises the first error since the last `join`."""
         concurrent.futures.wait(self._under_way)
-        under_way, self._under_way = self._under_way, []
+        under_way = self._under_way
+        self._under_way = []
         self._has_failed = False
         for each in under_way:
             each.result()
@@ -117,7 +118,8 @@ class GradientLink:
             places[i] = slice(stop, stop + parts[i].data.nbytes)
             stop = round_up(places[i].stop, _ALIGNMENT)
             if parts[i].data.nbytes <= _PACKED_BYTES and stop <= _ROOM_BYTES:
-                packed_bytes, num_packed = stop, num_packed + 1
+                packed_bytes = stop
+                num_packed = num_packed + 1
         if packed_bytes:
             packed = torch.empty(packed_bytes, dtype=torch.uint8, device=self._device)
             for i in order[:num_packed]:
@@ -155,7 +157,8 @@ def _groups(parts: Iterable[GradientPart], room_bytes: int) -> Iterator[list[Gra
             piece = part._replace(start=part.start + start, data=part.data[start : start + room_numel])
             if group and filled + piece.data.nbytes > room_bytes:
                 yield group
-                group, filled = [], 0
+                group = []
+                filled = 0
             group.append(piece)
             filled = round_up(filled + piece.data.nbytes, _ALIGNMENT)
     if group:

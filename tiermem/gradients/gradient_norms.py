@@ -25,7 +25,8 @@ class BlockSums:
     def bring(self, every: Sequence[Shard]) -> None:
         """Keeps the sums of squares of an accelerator on the CPU. Blocks until they are there."""
         self._start(every)
-        coming, self._coming = self._coming, None
+        coming = self._coming
+        self._coming = None
         away = [shard for shard in every if isinstance(shard.gradient.block_sums, torch.Tensor)]
         if coming is not None and away:
             whole = coming[1].wait().tolist()

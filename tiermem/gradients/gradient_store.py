@@ -302,7 +302,8 @@ class GradientStore:
     def reserve(self, unit: Unit, dtype: torch.dtype, crosses_link: bool) -> None:
         """Reserves room for a unit's gradients on their tier. crosses_link: whether steps on an accelerator read them."""
         if self.home is not None:
-            entry, shape = self.entry(unit), (unit.shard_numel,)
+            entry = self.entry(unit)
+            shape = (unit.shard_numel,)
             self._store.reserve(entry, shape, dtype, self.home, is_durable=False, crosses_link=crosses_link)
 
     def view(self, unit: Unit) -> torch.Tensor | None:
@@ -388,7 +389,8 @@ class GradientStore:
             self._put(opened, shard, part, start)
 
     def _put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int) -> None:
-        adds, stop = shard.gradient.takes_more, start + part.numel()
+        adds = shard.gradient.takes_more
+        stop = start + part.numel()
         first = shard.shard_numel * self._shard_rank
         num_valid = own_numel(shard, self._shard_rank)
         share = opened.flat[shard.shard_offset : shard.shard_offset + num_valid]
@@ -518,7 +520,8 @@ class GradientStore:
 
     def use(self, home: Tier | None, pool: Pool | None, links: Pool | None) -> None:
         """Goes on with other buffers, after `stop`. On another tier nothing may be stored."""
-        self.home, self._pool = home, pool
+        self.home = home
+        self._pool = pool
         self._link = GradientLink(self._store.device, links) if links is not None else None
 
     def drop_room(self, unit: Unit) -> None:

@@ -180,7 +180,8 @@ class GradientHomes:
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """A block that changes gradients, or uses them with other ranks. If an interrupt ends it, the mark stays."""
-        was_torn, self.is_torn = self.is_torn, True
+        was_torn = self.is_torn
+        self.is_torn = True
         try:
             yield
         except Exception as error:
@@ -365,7 +366,8 @@ class GradientHomes:
         """With step_in_backward, before a step: raises RuntimeError if the user has dropped gradients that were used, and for
         a second step with the same gradients."""
         for shard in self._shown:
-            is_seen, is_stepped = isinstance(shard.param.grad, ShardedGrad), self._of_shard[shard] in self._stepped
+            is_seen = isinstance(shard.param.grad, ShardedGrad)
+            is_stepped = self._of_shard[shard] in self._stepped
             if is_stepped and not is_seen:
                 raise _used(shard, "cannot be dropped any more")
             if is_seen and not is_stepped:

@@ -50,7 +50,8 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's states; a note in a `save_state`, whose durable step has them."""
-        is_saved, self._is_saved = self._is_saved, False
+        is_saved = self._is_saved
+        self._is_saved = False
         return dict(_SAVED) if is_saved else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -24,7 +24,8 @@ from tiermem.config.root import TiermemConfig
 
 def values_of(args: Any, num_steps: int | None) -> dict[str, Any]:
     """The value of each key that training arguments have too. num_steps: optimizer steps of the training, where known."""
-    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    micro = args.per_device_train_batch_size
+    accumulation = args.gradient_accumulation_steps
     found = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,

@@ -75,7 +75,8 @@ def _check_processes() -> None:
     known: Mapping[str, Any] = (
         sys.modules["accelerate"].PartialState._shared_state if "accelerate" in sys.modules else {}
     )
-    counted, started = known.get("num_processes"), dist.get_world_size()
+    counted = known.get("num_processes")
+    started = dist.get_world_size()
     if counted not in (None, started):
         raise ValueError(
             f"Accelerate counts {counted} processes, and the launcher has started {started}, so that batches and data would be "

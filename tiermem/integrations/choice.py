@@ -74,7 +74,9 @@ def compute_policy(
 
     Raises ValueError, with the arithmetic, when no plan fits.
     """
-    is_gpu, ranks, error = is_accelerator(device), ranks_per_node(), None
+    is_gpu = is_accelerator(device)
+    ranks = ranks_per_node()
+    error = None
     for params, optim in PLACES:
         uses_nvme = Tier.NVME in (params, optim)
         policy = OffloadPolicy(

@@ -116,7 +116,10 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         With materialize the model keeps its weights as ordinary tensors (collective; takes the whole model's memory). Without
         it the weights are gone. Blocks. A second call does nothing.
         """
-        shards, self._shards, self._meter, self._passes = self._shards, None, None, None
+        shards = self._shards
+        self._shards = None
+        self._meter = None
+        self._passes = None
         if shards is not None and self._is_owner:
             set_called_together(shards.model, False)
             shards.close(materialize)
@@ -178,7 +181,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             assert not isinstance(self._asked, OffloadPolicy)
             section = config_beside(self._asked, self.args, num_steps=num_training_steps).scheduler
             assert section is not None
-            self.lr_scheduler, self._created_lr_scheduler = build_scheduler(section, self.optimizer), True
+            self.lr_scheduler = build_scheduler(section, self.optimizer)
+            self._created_lr_scheduler = True
             return self.lr_scheduler
         return super().create_scheduler(num_training_steps, *args, **kwargs)
 
@@ -234,7 +238,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             policy = self._policy(num_moments)
             if self._config is not None:
                 cast_model(self.model, self._config, self.args.device)
-            found, self._is_owner = shard_for_passes(self.model, policy, None, self.args.device, is_trained), True
+            found = shard_for_passes(self.model, policy, None, self.args.device, is_trained)
+            self._is_owner = True
             set_called_together(self.model, found.topology.world > 1)
             if policy.accumulation == "layers" and is_trained:
                 served = found.units, found.hooks, found.homes, found.device
@@ -247,7 +252,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             return with_moments(self._config.policy(), num_moments, keep)
         if isinstance(self._asked, OffloadPolicy):
             return with_moments(self._asked, num_moments, keep)
-        world, room = self.args.world_size, find_room(self.model, self.args.device)
+        world = self.args.world_size
+        room = find_room(self.model, self.args.device)
         computed = compute_policy(self.model, num_moments, self.args.device, world, self.args.output_dir, room)
         return with_moments(computed, num_moments, keep)
 
@@ -256,7 +262,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps the micro-batches of a step for `training_step`."""
         found = super().get_batch_samples(*args, **kwargs)
-        self._micros, self._losses = list(found[0]) if self._passes is not None else [], []
+        self._micros = list(found[0]) if self._passes is not None else []
+        self._losses = []
         return found
 
     def training_step(
@@ -360,7 +367,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         """Opens the durable step of a checkpoint, DeepSpeed's, or the optimizer.pt of a plain Trainer. Collective; blocks."""
         if checkpoint is None:
             return
-        folder, optimizer = Path(checkpoint), self._native()
+        folder = Path(checkpoint)
+        optimizer = self._native()
         assert self._shards is not None and optimizer is not None
         if (folder / POINTER_FILE).is_file():
             load(self._shards, optimizer, folder)

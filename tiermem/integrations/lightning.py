@@ -172,7 +172,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves a durable step and Lightning's own values in a folder. Collective; blocks until all is on the disk."""
-        folder, shards = Path(self.broadcast(str(filepath))), self.shards
+        folder = Path(self.broadcast(str(filepath)))
+        shards = self.shards
         assert shards is not None
         save(shards, self._native() if "optimizer_states" in checkpoint else None, folder, TAG, copy=True)
         wait(shards)
@@ -207,7 +208,9 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
 
         Lightning calls it after callbacks have changed what is trained and the optimizer's groups.
         """
-        native, shards, module = self._native(), self.shards, self.lightning_module
+        native = self._native()
+        shards = self.shards
+        module = self.lightning_module
         if native is None:
             return
         for callback in module.trainer.callbacks:

@@ -57,10 +57,8 @@ def save_pretrained_weights(shards: Shards, folder: Path) -> None:
 
 def batches_of(model: nn.Module, entries: Entries) -> list[Batch]:
     """Divides the tensors of a state dict into the smallest batches whose conversions give the whole model's."""
-    tied, ignored = (
-        getattr(model, "all_tied_weights_keys", None) or {},
-        getattr(model, "_keys_to_ignore_on_save", None) or (),
-    )
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {tensor: entry for tensor, entry in entries.items() if not set(entry.names) & set(ignored)}
     named = {_first(entry.names, tied): tensor for tensor, entry in kept.items()}
     meta = {name: torch.empty(each.shape, dtype=kept[each].dtype, device="meta") for name, each in named.items()}
@@ -124,7 +122,8 @@ def take_quantizer(config: Any) -> Any:
     asked = getattr(config, "quantization_config", None)
     if asked is None:
         return None
-    auto, found = importlib.import_module("transformers.quantizers.auto"), None
+    auto = importlib.import_module("transformers.quantizers.auto")
+    found = None
     method = asked.get("quant_method") if isinstance(asked, dict) else asked.quant_method
     with contextlib.suppress(ImportError):  # of the method's own library
         asked = auto.AutoQuantizationConfig.from_dict(asked) if isinstance(asked, dict) else asked
@@ -172,7 +171,8 @@ class _Lazy:
     """A tensor of a file that is read when transformers takes its values."""
 
     def __init__(self, reader: FileReader, stored: StoredTensor) -> None:
-        self._reader, self._stored = reader, stored
+        self._reader = reader
+        self._stored = stored
         self.dtype, self.shape = stored.dtype, torch.Size(stored.shape)
 
     def __getitem__(self, _: Any) -> torch.Tensor:
@@ -225,7 +225,8 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 def _lacking(model: nn.Module, found: Iterable[str]) -> set[str]:
     """The first names of the parameters that none of these names means."""
-    names, tied = set(found), dict[int, list[str]]()
+    names = set(found)
+    tied = dict[int, list[str]]()
     for name, param in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(param), []).append(name)
     return {each[0] for each in tied.values() if not names.intersection(each)}

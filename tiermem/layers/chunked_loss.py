@@ -82,8 +82,11 @@ def chunked_cross_entropy(
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    targets = targets.reshape(-1)
     apply: Callable[..., torch.Tensor] = _Chunked.apply
     with torch.autocast(device, enabled=False):
         total = apply(hidden, weight, bias, targets, ignore_index, chunk_tokens, torch.is_grad_enabled())
@@ -112,7 +115,8 @@ class _Chunked(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            rows, wanted = hidden[part], targets[part]
+            rows = hidden[part]
+            wanted = targets[part]
             logits = F.linear(rows, weight, bias).to(total.dtype)
             counts = wanted != ignore_index
             wanted = torch.where(counts, wanted, 0).unsqueeze(1)

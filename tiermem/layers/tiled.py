@@ -54,9 +54,13 @@ class TiledLinear(UsedInPieces):
         super().__init__()
         _check_splits("in", in_splits, in_features)
         _check_splits("out", out_splits, out_features)
-        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
-        self.in_splits, self.out_splits = in_splits, out_splits
-        self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.in_splits = in_splits
+        self.out_splits = out_splits
+        self.input_is_already_split = input_is_already_split
+        self.combine_out_splits = combine_out_splits
         self.linears = nn.ModuleList()
         for num_out in _sizes(out_features, out_splits):
             row = nn.ModuleList()

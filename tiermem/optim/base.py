@@ -324,7 +324,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         numbers = [group["params"] for group in state_dict["param_groups"]]
         for group, own in zip(self.param_groups, numbers, strict=True):
             for number, param in zip(own, group["params"], strict=True):
-                rule, shards = self.rule_of(group, param), registry.owner_of(param)
+                rule = self.rule_of(group, param)
+                shards = registry.owner_of(param)
                 if isinstance(shards, Shards):
                     shard = shards.find(param)[1]
                     if shard.num_steps or shard.has_moments or shard.has_master:
@@ -369,7 +370,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             model.begin_restoring()  # also those that were attached just now
         ordinary_ones: dict[nn.Parameter, tuple[str, Mapping[str, Any] | None]] = {}
         for name, param in self.named():
-            given, owner = sealed[param].entry if param in sealed else None, registry.owner_of(param)
+            given = sealed[param].entry if param in sealed else None
+            owner = registry.owner_of(param)
             if not isinstance(owner, Shards):
                 ordinary_ones[param] = name, given
             elif (found := owner.find(param))[0].unit.is_trainable:
@@ -389,7 +391,8 @@ class NativeOptimizer(torch.optim.Optimizer):
                 continue
             self.state.pop(param, None)
             if given:
-                rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
+                rule = self.rule_of(self._groups[id(param)], param)
+                precision = self._ordinary_precision
                 self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
             self._marks.pop(param, None)
             self._masters.pop(param, None)
@@ -478,7 +481,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             return
         new = {param: name for name, param in named if self._home_of(param) is None}
         if new:
-            rules, taken = self._rules(new), sum(states.host_bytes for states in self._resting)
+            rules = self._rules(new)
+            taken = sum(states.host_bytes for states in self._resting)
             ruled = {param: (name, rules[param]) for param, name in new.items()}
             self._resting.append(RestingStates(self._policy, ruled, self._threads(), taken))
 
@@ -548,7 +552,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         return rule.scalars(self._groups[id(param)], num_steps, factor, param.shape)
 
     def _step_parameter(self, name: str, param: nn.Parameter, factor: float) -> None:
-        rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
+        rule = self.rule_of(self._groups[id(param)], param)
+        precision = self._ordinary_precision
         state = self.state[param]
         if not state:
             ordinary.check_parameter(param, precision, name)
@@ -563,7 +568,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, name: str, param: nn.Parameter) -> None:
         """Makes the master in `state` that of a weight which the user has written since the last step."""
-        mark, state = mark_of(local_of(param)), self.state[param]
+        mark = mark_of(local_of(param))
+        state = self.state[param]
         if (kept := self._masters.pop(param, None)) is not None:
             state.setdefault(MASTER, kept)
         if self._marks.get(param) != mark:

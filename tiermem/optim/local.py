@@ -82,7 +82,8 @@ def part_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
     Collective where a DTensor has other placements than the parameter.
     """
-    given, found = as_dtensor(value), as_dtensor(param)
+    given = as_dtensor(value)
+    found = as_dtensor(param)
     if found is None:
         return value if given is None else local_of(given.full_tensor())
     if given is not None:
@@ -101,7 +102,8 @@ def sum_over_ranks(sums: Mapping[nn.Parameter, float]) -> float:
 
     sums: a number for this rank's part of each parameter; every rank gives the same parameters in the same order.
     """
-    total, of_meshes = 0.0, dict[tuple[Any, tuple[int, ...]], float]()
+    total = 0.0
+    of_meshes = dict[tuple[Any, tuple[int, ...]], float]()
     for param, value in sums.items():
         found = as_dtensor(param)
         if found is None:

@@ -53,13 +53,15 @@ def check_gradient(param: nn.Parameter, name: str, is_moved: bool = False) -> to
             f"the gradient of {name!r} is {param.grad.layout}; dense ones are stepped. Build its embedding with "
             "sparse=False, or give the parameter to torch.optim.SparseAdam"
         )
-    placed, of_grad = as_dtensor(param), as_dtensor(param.grad)
+    placed = as_dtensor(param)
+    of_grad = as_dtensor(param.grad)
     here, there = ("an ordinary tensor" if each is None else str(each.placements) for each in (placed, of_grad))
     if here != there:
         raise ValueError(
             f"the parameter {name!r} is placed as {here} and its gradient as {there}: redistribute the gradient first"
         )
-    local, grad = local_of(param), local_of(param.grad)
+    local = local_of(param)
+    grad = local_of(param.grad)
     if not is_moved and (local.device.type != "cpu" or grad.device.type != "cpu"):
         raise ValueError(
             f"the ordinary parameter {name!r} is on {local.device}; such are stepped on the CPU if their states lie beside "
@@ -88,7 +90,8 @@ def adopt_weight(param: nn.Parameter, state: State, precision: Precision, name: 
     """Makes a state's master that of a weight which has been written, or was given another dtype. Raises ValueError."""
     precision.check_dtype(param.dtype, name)
     local = local_of(param).detach()
-    kept, master = state.pop(MASTER, None), new_master(param, precision)
+    kept = state.pop(MASTER, None)
+    master = new_master(param, precision)
     if master is None:
         return
     if kept is None or kept.dtype is not master.dtype:

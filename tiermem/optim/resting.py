@@ -170,7 +170,8 @@ class RestingStates:
             state.update((name, torch.empty(shard.numel)) for name in names)
 
         def act(held: _Held) -> None:
-            state, master = found[held.shard], held.views.master
+            state = found[held.shard]
+            master = held.views.master
             for name, moment in zip(self._names(held.shard), held.views.moments, strict=False):
                 state[name][held.elements] = widen_part(self._workers, moment, is_positive=is_positive(name))
             if master is not None:
@@ -192,7 +193,8 @@ class RestingStates:
         given: dict[Shard, dict[str, torch.Tensor]] = {}
         counts: dict[Shard, int] = {}
         for param, entry in entries.items():
-            shard, rule = self.shards[param], self._rules[param]
+            shard = self.shards[param]
+            rule = self._rules[param]
             counts[shard] = num_steps_of(entry, rule)
             if counts[shard]:
                 has_master = self._policy.precision.master_of(param.dtype) is not None and MASTER in entry
@@ -204,7 +206,8 @@ class RestingStates:
             self._marks.pop(shard, None)
 
         def act(held: _Held) -> None:
-            values, master = given[held.shard], held.views.master
+            values = given[held.shard]
+            master = held.views.master
             for name, moment in zip(self._names(held.shard), held.views.moments, strict=False):
                 narrow_part(self._workers, values[name][held.elements], moment, is_positive=is_positive(name))
             if master is not None:
@@ -217,7 +220,8 @@ class RestingStates:
     def read_state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of a moment, fp32. Blocks; raises OSError."""
         self._check_whole()
-        found, number = torch.empty(shard.numel), self._names(shard).index(name)
+        found = torch.empty(shard.numel)
+        number = self._names(shard).index(name)
 
         def act(held: _Held) -> None:
             found[held.elements] = widen_part(self._workers, held.views.moments[number], is_positive=is_positive(name))
@@ -291,7 +295,8 @@ class RestingStates:
                 f"the parameter {shard.name!r} is {local.dtype} of shape {tuple(local.shape)} now, and its states are of "
                 f"{shard.reduce_dtype} of shape {tuple(shard.shape)}: build the optimizer after the model has its dtype"
             )
-        names, most = self._names(shard), self._room.get(shard, 3)
+        names = self._names(shard)
+        most = self._room.get(shard, 3)
         if len(names) > most:
             raise ValueError(
                 f"the parameter {shard.name!r} has room for {most} moments and now keeps {', '.join(names)}: build the "
@@ -300,7 +305,8 @@ class RestingStates:
 
     def _take_room(self, plan: _Plan) -> Pool | None:
         """Takes memory and disk for every tile and buffer of the plan."""
-        store, policy = self._store, self._policy
+        store = self._store
+        policy = self._policy
         store.sums.use(self._workers, policy.verify)
         on_disk = [tile for tile in plan.tiles if tile.home is Tier.NVME]
         if on_disk:
@@ -340,7 +346,8 @@ class _Planner:
 
     def plan(self, taken_bytes: int) -> _Plan:
         """The most buffers and the largest tiles that fit. Raises BudgetError with the arithmetic of the smallest."""
-        policy, budget = self.policy, None
+        policy = self.policy
+        budget = None
         if policy.host_bytes is not None:
             budget = policy.host_bytes // ranks_per_node() - taken_bytes
         has_buffers = policy.optim is Tier.NVME or self.is_moved
@@ -367,7 +374,8 @@ class _Planner:
         state_bytes = max((tile.state_bytes for tile in tiles), default=0) if is_on_disk else 0
         link_bytes = max((link_bytes_of(tile) for tile in tiles), default=0) if self.is_moved else 0
         buffer_bytes = round_up(state_bytes + link_bytes, ALIGNMENT)
-        buffers, total = count * buffer_bytes, sum(tile.state_bytes for tile in tiles)
+        buffers = count * buffer_bytes
+        total = sum(tile.state_bytes for tile in tiles)
         if is_on_disk:
             left = 0 if budget is None else max(0, budget - buffers)
             resident = left if self.policy.resident_bytes is None else min(left, self.policy.resident_bytes)
@@ -498,11 +506,14 @@ class _Pass(TileWork[StateTile]):
         at_rest = self._states(tile, slot)
         if self._is_blank(tile):
             at_rest.zero_()
-        views, is_brought = tile.layout.views(at_rest, tile.numel), self.is_brought(tile)
+        views = tile.layout.views(at_rest, tile.numel)
+        is_brought = self.is_brought(tile)
         for part in self._parts(tile):
             weight, grad = self._flat(part.shard)
-            place, elements = tile.place_of(part), slice(part.start, part.stop)
-            own, near = weight[elements], None if grad is None else grad[elements]
+            place = tile.place_of(part)
+            elements = slice(part.start, part.stop)
+            own = weight[elements]
+            near = None if grad is None else grad[elements]
             if is_brought:
                 own, near = self._in_buffer(tile, slot, place, grad)
             states = views.piece(place.start, part.numel)
@@ -528,7 +539,8 @@ class _Pass(TileWork[StateTile]):
         """The places of a parameter's weights and gradients in a tile's buffer."""
         assert slot is not None
         start = tile.state_bytes if tile.home is Tier.NVME else 0
-        weights, size = slot.tensor[start:].view(tile.dtype), tile.numel * tile.dtype.itemsize
+        weights = slot.tensor[start:].view(tile.dtype)
+        size = tile.numel * tile.dtype.itemsize
         near = None
         if grad is not None:
             near = slot.tensor[start + size : start + size + tile.numel * grad.itemsize].view(grad.dtype)[place]

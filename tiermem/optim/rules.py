@@ -260,7 +260,8 @@ def _sgd_scalars(code: str, group: Group, num_steps: int, factor: float, _shape:
 
 def _matrix_scalars(code: str, group: Group, _num_steps: int, factor: float, shape: Sequence[int]) -> MatrixStep:
     num_rows, num_columns = shape
-    lr, momentum = float(group["lr"]), group["momentum"]
+    lr = float(group["lr"])
+    momentum = group["momentum"]
     step_size = lr * _MATRIX_LR[group["adjust_lr_fn"]](num_rows, num_columns)
     a, b, c = group["ns_coefficients"]
     return MatrixStep(
@@ -345,7 +346,9 @@ class LossScaler:
         if not isinstance(scale, float) or not 0 < scale < math.inf or type(left) is not int or type(good) is not int:
             raise ValueError(f"a loss scale's state has scale, hysteresis_left and num_good; given {dict(state_dict)}")
         if self._is_dynamic:
-            self.scale, self._hysteresis_left, self._num_good = scale, left, good
+            self.scale = scale
+            self._hysteresis_left = left
+            self._num_good = good
 
     def update(self, has_overflowed: bool) -> None:
         """Records whether a step has overflowed, and sets the scale of the next step.

@@ -140,7 +140,8 @@ class ShardedModel:
 
         Raises ValueError for a state that is missing or has another shape, OSError when a transfer fails.
         """
-        values, num_steps = self._shards.values, num_steps_of(given, rule)
+        values = self._shards.values
+        num_steps = num_steps_of(given, rule)
         has_moments = num_steps > 0 or any(given.get(name) is not None for name in rule.moments)
         takes_master = MASTER in given and self._shards.policy.loads_masters
         for name in (*(rule.moments if has_moments else ()), *([MASTER] if self.tiles.keeps_master(shard) else [])):
@@ -255,7 +256,8 @@ def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
             f"{shards.topology.num_shards} shards, one per rank: no rank has a whole one. Use stage 0 or one rank, or "
             "groups with use_muon=False"
         )
-    planned, needed = shards.policy.num_moments, len(rule.moments)
+    planned = shards.policy.num_moments
+    needed = len(rule.moments)
     if needed > planned:
         numel = sum(live.unit.shard_numel for live in shards.units if live.unit.is_trainable)
         raise ValueError(

@@ -48,7 +48,9 @@ class ShownState(RestingTensor):
     @staticmethod
     def __new__(cls, home: StateHome, shard: Shard, name: str) -> ShownState:
         shown: ShownState = torch.Tensor._make_wrapper_subclass(cls, shard.shape, dtype=torch.float32)
-        shown._home, shown._shard, shown._name = weakref.ref(home), shard, name
+        shown._home = weakref.ref(home)
+        shown._shard = shard
+        shown._name = name
         return shown
 
     def __init__(self, home: StateHome, shard: Shard, name: str) -> None:
@@ -133,7 +135,8 @@ class ShownStates:
             return
         self._contents.clear()
         for shard, home in at_rest:
-            entry, shown = state.get(shard.param), self._shown.get(shard)
+            entry = state.get(shard.param)
+            shown = self._shown.get(shard)
             if entry if shown is None else not shown.is_in(entry):
                 yield shard, home
 
@@ -181,7 +184,8 @@ class ShownStates:
     def follow(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
         """Takes over what the user has made of a parameter's entry. Blocks; raises ValueError for another shape, OSError."""
         param = shard.param
-        entry, shown = state.get(param) or {}, self._shown.get(shard)
+        entry = state.get(param) or {}
+        shown = self._shown.get(shard)
         for name in rule.moments:
             if entry and shown is not None and entry.get(name) is shown.tensors.get(name):
                 continue

@@ -66,7 +66,8 @@ class History:
     def note(self, num_backwards: int, has_held: bool, was_attempted: bool) -> None:
         """Notes a step."""
         has_held = has_held and num_backwards == self._num_backwards
-        self._num_backwards, self._num_held = num_backwards, self._num_held + 1 if has_held else 0
+        self._num_backwards = num_backwards
+        self._num_held = self._num_held + 1 if has_held else 0
         if was_attempted:
             self._num_due = max(1, self._num_due // 2) if has_held else min(_MOST_DUE, 2 * self._num_due)
 
@@ -126,7 +127,8 @@ class TentativeStep:
         if not self._is_possible:
             return
         if any(shard in self._assumed for shard in unit.shards):
-            self._has_changed, self._is_attempted = True, False
+            self._has_changed = True
+            self._is_attempted = False
         factor = self._factor
         for shard in unit.shards:
             number = shard.num_steps + 1
@@ -143,14 +145,16 @@ class TentativeStep:
         """
         if factor is None and self._shards.program.attempted:
             self._shards.program.drop()
-        has_held, assumptions = factor is not None and not self._has_changed, dict(self._assumed)
+        has_held = factor is not None and not self._has_changed
+        assumptions = dict(self._assumed)
         self._forget()
         if factor is not None:
             for shard, assumed in assumptions.items():
                 step = self._step(shard, factor, shard.num_steps, shard.gradient.is_there)
                 has_held = has_held and assumed == self._assumption(shard, step, shard.num_steps)
         self._history.note(self._num_backwards, has_held, self._was_attempted)
-        self._scale, self._num_backwards = scale, 0
+        self._scale = scale
+        self._num_backwards = 0
         self._is_attempted = self._was_attempted = False
         return has_held
 
@@ -180,7 +184,8 @@ class TentativeStep:
     def _attempt(self) -> None:
         """Steps the units whose gradients are at home."""
         still = [live for live in self._waiting if not self._shards.homes.store.is_home(live.unit)]
-        due, self._waiting = [live for live in self._waiting if live not in still], still
+        due = [live for live in self._waiting if live not in still]
+        self._waiting = still
         try:
             for live in due:
                 self._is_attempted &= self._tiles.attempt(live, self._steps.get)

@@ -112,7 +112,8 @@ class Tile(StateTile):
 
     def columns(self, reads_grads: bool) -> list[Column]:
         """What of its buffer passes from or to NVMe in a step. Empty: strips do not have whole pages of each."""
-        found, strip = list[Column](), self.layout.strip_numel
+        found = list[Column]()
+        strip = self.layout.strip_numel
         if self.home is Tier.NVME:
             found += self.layout.columns(self.numel)
         if self.live.entry is not None:
@@ -176,8 +177,10 @@ def sent_bytes(unit: Unit, numel: int, plan: Plan, policy: OffloadPolicy) -> Lin
     States go both ways; weights too, unless they rest there, and down only if the step reads them or they rest in memory;
     gradients go down, unless they rest there.
     """
-    layout, home = planned_layout(unit, policy), plan.unit_homes.get(unit.index)
-    states, weights = layout.total_bytes(numel), numel * unit.dtype.itemsize
+    layout = planned_layout(unit, policy)
+    home = plan.unit_homes.get(unit.index)
+    states = layout.total_bytes(numel)
+    weights = numel * unit.dtype.itemsize
     rests_there = home is Tier.DEVICE and not unit.is_resident
     is_read = layout.reads_weight or home is not Tier.NVME or unit.is_resident
     grads = 0 if plan.grads is Tier.DEVICE else numel * policy.precision.grad_dtype(unit.dtype).itemsize
@@ -230,14 +233,16 @@ def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterat
         for kind, suffix in enumerate(("", SCALES) if state.kind == "8bit" else ("",)):  # values or codes, then scales
             column = next(columns)
             for part, of_part in zip(tile.ranges, places, strict=True):
-                shard, place = part.shard, of_part[kind]
+                shard = part.shard
+                place = of_part[kind]
                 name = functools.partial(_state_name, moments_of, shard, number, suffix)
                 if kind == 1:
                     first_byte = shard_rank * num_scales(shard.shard_numel) + num_scales(part.start)
                     grain = (1, Q8_BLOCK)
                 else:
                     itemsize = 1 if state.kind == "8bit" else state.num_bytes(1)
-                    first_byte, grain = itemsize * part.first_element(shard_rank), (itemsize, 1)
+                    first_byte = itemsize * part.first_element(shard_rank)
+                    grain = (itemsize, 1)
                 yield StateRange(shard, name, place.offset, first_byte, place.num_bytes, *grain, column)
 
 

@@ -228,7 +228,8 @@ class TilePass:
         return None not in self._planned.values()
 
     def _new_steps(self, tile: Tile, slot: Slot | None, act: Stepping) -> list[NativeStep] | None:
-        steps, is_native = [], True
+        steps = []
+        is_native = True
         for places in self._places(tile, slot):
             planned = act.plan(places)
             if isinstance(planned, KernelStep):
@@ -263,7 +264,8 @@ class TilePass:
 
     def _addresses(self, tile: Tile, slot: Slot | None) -> tuple[int, int, int]:
         """Of a tile's weights, gradients and states, in memory or in its buffer."""
-        live, buffer = tile.live, 0 if slot is None else slot.tensor.data_ptr()
+        live = tile.live
+        buffer = 0 if slot is None else slot.tensor.data_ptr()
         if live.shard is not None:
             live.await_home()
         if self._reads_gradients or self._brings_gradients(tile):
@@ -291,7 +293,8 @@ class TilePass:
         left.synchronize()
 
     def _compute(self, tile: Tile, slot: Slot | None) -> None:
-        params, states = self._params(tile, slot), self._states(tile, slot)
+        params = self._params(tile, slot)
+        states = self._states(tile, slot)
         views = tile.layout.views(states, tile.numel)
         self._arrive(tile)
         if self._is_blank:
@@ -326,11 +329,15 @@ class TilePass:
 
     def _views(self, tile: Tile, slot: Slot | None) -> list[_Views]:
         """The weight, the gradient and the states of each parameter in a tile."""
-        params, states = self._params(tile, slot), tile.layout.views(self._states(tile, slot), tile.numel)
-        grads, source, found = self._gradients(tile, slot), self._source(tile, states), list[_Views]()
+        params = self._params(tile, slot)
+        states = tile.layout.views(self._states(tile, slot), tile.numel)
+        grads = self._gradients(tile, slot)
+        source = self._source(tile, states)
+        found = list[_Views]()
         for part in tile.ranges:
             place = tile.place_of(part)
-            own, grad = states.piece(place.start, part.numel), None if grads is None else grads[place]
+            own = states.piece(place.start, part.numel)
+            grad = None if grads is None else grads[place]
             read = None if source is None else (source[0][place], source[1].piece(place.start, part.numel))
             found.append((params[place], grad, own, read))
         return found
@@ -346,7 +353,8 @@ class TilePass:
 
     def _start(self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor) -> None:
         """Makes a tile's first states: masters from the initial values or from the weight; moments are zero."""
-        initial, states = self._initial_values(tile, slot), self._states(tile, slot)
+        initial = self._initial_values(tile, slot)
+        states = self._states(tile, slot)
         master = tile.layout.master
         if master is None:
             states.zero_()
@@ -404,7 +412,8 @@ class TilePass:
 
     def _is_near(self, tile: Tile) -> bool:
         """Whether all data of a tile's step is in host memory, or in its buffer."""
-        shard, grads = tile.live.shard, self._shards.homes.store.home
+        shard = tile.live.shard
+        grads = self._shards.homes.store.home
         is_here = shard is None or shard.device.type == "cpu"
         has_grads = self._grads is not None or grads is not Tier.DEVICE or self._brings_gradients(tile)
         return is_here and has_grads and tile.home is not Tier.DEVICE and not self._is_sent(tile)
@@ -453,7 +462,8 @@ class TilePass:
         """The gradients, if they are read from NVMe."""
         if not self._reads_gradients:
             return []
-        entry, offset = self._shards.homes.store.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
+        entry = self._shards.homes.store.entry(tile.live.unit)
+        offset = tile.start * tile.grad_dtype.itemsize
         return [(entry, offset, tile.grad_place, tile.grad_bytes)]
 
     def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:

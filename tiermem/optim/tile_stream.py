@@ -33,19 +33,23 @@ class TileStream:
     """
 
     def __init__(self, memory: DeviceMemory, device: torch.device, buffers: Buffers) -> None:
-        self._memory, self._device = memory, device
+        self._memory = memory
+        self._device = device
         self._down, self._up = new_stream(device), new_stream(device)
         memory.reserve("stream/", buffers.num * round_up(buffers.slot_bytes, ALIGNMENT))
         self._slots = [memory.take(f"stream/{number}", buffers.slot_bytes) for number in range(buffers.num)]
         self._left: list[torch.Event | None] = [None] * buffers.num  # the end of the copies of each buffer's last tile
-        self._turn, self._used_bytes = 0, 0  # the buffer of the tile under way, and its bytes in use
+        # the buffer of the tile under way, and its bytes in use
+        self._turn = 0
+        self._used_bytes = 0
         self._come, self._stepped = new_event(device), new_event(device)  # of the tile under way
         self._is_coming = False  # the current stream does not wait for all of it yet
         self._down.wait_stream(current_stream(device))  # which may still use what was freed for the buffers
 
     def begin(self) -> None:
         """Goes on to the next buffer, for a tile that is about to come."""
-        self._turn, self._used_bytes = (self._turn + 1) % len(self._slots), 0
+        self._turn = (self._turn + 1) % len(self._slots)
+        self._used_bytes = 0
         self._is_coming = True
         if (left := self._left[self._turn]) is not None:
             self._down.wait_event(left)
@@ -55,7 +59,8 @@ class TileStream:
 
         is_read: whether the data is copied there; else the content is undefined.
         """
-        start, size = self._used_bytes, data.numel() * data.itemsize
+        start = self._used_bytes
+        size = data.numel() * data.itemsize
         self._used_bytes += round_up(size, ALIGNMENT)
         place = self._slots[self._turn].tensor[start : start + size].view(data.dtype)
         if is_read:

@@ -99,13 +99,17 @@ class Stepping:
 
     def plan(self, places: Places) -> KernelStep | CalledStep | None:
         """The arguments of the step; None: this parameter is not stepped. Raises ValueError when the plan lacks room."""
-        shard, rule, precision = places.shard, self._rule_of(places.shard), places.tile.layout.precision
+        shard = places.shard
+        rule = self._rule_of(places.shard)
+        precision = places.tile.layout.precision
         num_steps = shard.num_steps + self._ahead
         if rule is None:
             return None
-        moments, dither = places.views.moments, None
+        moments = places.views.moments
+        dither = None
         if len(places.names) > len(moments):
-            num, room = len(places.names), places.tile.layout.num_moments
+            num = len(places.names)
+            room = places.tile.layout.num_moments
             raise ValueError(
                 f"this optimizer keeps {num} moments of a parameter ({', '.join(places.names)}) and the plan made room for "
                 f"num_moments={room}: {num} > {room}. Shard the model with OffloadPolicy(num_moments={num})"
@@ -183,7 +187,10 @@ def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> A
     """
 
     def visit(places: Places) -> None:
-        shard, weight, stored, moments = places.shard, places.weight, places.master, places.moments
+        shard = places.shard
+        weight = places.weight
+        stored = places.master
+        moments = places.moments
         if shard not in chosen:
             return
         is_split = stored is not None and stored.dtype == torch.int16

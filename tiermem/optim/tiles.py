@@ -91,8 +91,10 @@ class StateTiles:
         lives = [self._shards.units[unit.index] for unit in units]
         held = (len(self.names(shard)) for unit in units for shard in unit.shards)
         self._num_moments = max([self._num_moments, *held])
-        plan, tiles = self._shards.plan, [tile for live in lives for tile in self._cut(live, self._num_moments)]
-        tiles, crosses = self._at_home(tiles), plan.streamed_part > 0
+        plan = self._shards.plan
+        tiles = [tile for live in lives for tile in self._cut(live, self._num_moments)]
+        tiles = self._at_home(tiles)
+        crosses = plan.streamed_part > 0
         resting = [tile for tile in tiles if tile.state_bytes]  # plain SGD of fp32 parameters has no states
         for tile in resting:
             if tile.home is Tier.DEVICE:
@@ -182,7 +184,8 @@ class StateTiles:
         shards = self._shards
         if shards.tile_pool is not None or self._link is not None or self._stream is not None or self._is_overlapped:
             return None
-        tiles, act = self._in_order(), Stepping(shards.workers, rule_of, is_counted=False, kept=self._kept)
+        tiles = self._in_order()
+        act = Stepping(shards.workers, rule_of, is_counted=False, kept=self._kept)
         work = TilePass(shards, self.names, act, is_step=True)
         return (tiles, work) if work.plan(tiles) else None
 
@@ -204,7 +207,8 @@ class StateTiles:
         Blocks, or with overlap "forward" until all units that are not streamed are stepped (weights/step_run.py); a tile's
         first step always blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
         """
-        shards, act = self._shards, Stepping(self._shards.workers, rule_of, kept=self._kept)
+        shards = self._shards
+        act = Stepping(self._shards.workers, rule_of, kept=self._kept)
         if planned is not None:
             self._run(*planned)
             return
@@ -273,7 +277,8 @@ class StateTiles:
         due = [tile for tile in self.tiles if any(part.shard in chosen for part in tile.ranges)]
         visit = visiting(self._shards.workers, chosen, visitor)
         self._run(due, TilePass(self._shards, self.names, visit, reads_weights=True))
-        order, topology = sorted(chosen, key=lambda shard: shard.index), self._shards.topology
+        order = sorted(chosen, key=lambda shard: shard.index)
+        topology = self._shards.topology
         for live in dict.fromkeys(self._shards.find(shard.param)[0] for shard in order):
             self._shards.refresh(live.unit.shards[0].param)
         has_moments = torch.tensor([float(s.has_moments) for s in order], dtype=torch.float64)
@@ -345,11 +350,9 @@ class StateTiles:
 
     def _second_of(self, live: LiveUnit) -> SecondCopy:
         """Room for a unit's weights, and for its states if they rest in memory, with what no step writes: zeros."""
-        arena, what, is_there = (
-            self._store.arena,
-            f"a second copy of {live.unit.name!r}",
-            live.unit.entry in self._store,
-        )
+        arena = self._store.arena
+        what = f"a second copy of {live.unit.name!r}"
+        is_there = live.unit.entry in self._store
         slot = arena.take(live.unit.shard_bytes, what, crosses_link=is_accelerator(self._shards.device))
         slots = {live.unit.entry: slot} if is_there else {}
         for tile in self._of_unit[live] if self._shards.plan.states is Tier.HOST else ():
@@ -375,10 +378,13 @@ class StateTiles:
 
     def _cut(self, live: LiveUnit, num_moments: int) -> Iterator[Tile]:
         """The tiles of a unit. Raises ValueError for a whole matrix that does not fit into one tile."""
-        policy, plan, unit = self._shards.policy, self._shards.plan, live.unit
+        policy = self._shards.policy
+        plan = self._shards.plan
+        unit = live.unit
         layout = StateLayout(unit.dtype, policy.precision, num_moments)
         rules = ((shard, self._find_rule(shard.param)) for shard in unit.shards)
-        whole, step = [shard for shard, found in rules if found is not None and found[1].is_matrix], plan.tile_numel
+        whole = [shard for shard, found in rules if found is not None and found[1].is_matrix]
+        step = plan.tile_numel
         if not plan.tiles.num and whole:
             step = unit.shard_numel  # stepped where it rests, without a buffer that limits the size
         for start, numel, ranges in stepped_ranges(unit, step, self._shards.topology.shard_rank, whole):
@@ -392,7 +398,8 @@ class StateTiles:
     def _at_home(self, tiles: list[Tile]) -> list[Tile]:
         """The same tiles, a share of them on another tier where the plan says so and tiles that are there leave room; those
         that are sent to an accelerator marked."""
-        plan, on_host = self._shards.plan, self._bytes_on(Tier.HOST)
+        plan = self._shards.plan
+        on_host = self._bytes_on(Tier.HOST)
         kept = self._bytes_on(Tier.DEVICE) if plan.steps_there else min(plan.kept_bytes, on_host)
         resident = on_host if plan.steps_there else on_host - kept
         left = dataclasses.replace(

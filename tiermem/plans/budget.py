@@ -215,11 +215,15 @@ class _Maker:
 
     def follow(self, now: Plan, keeps_grads: bool) -> None:
         """Makes plans that a model planned otherwise can go over to. keeps_grads: gradients stay on their tier."""
-        self._now, self._keeps_grads = now, keeps_grads
+        self._now = now
+        self._keeps_grads = keeps_grads
 
     def make(self, stays: Collection[int]) -> Plan | None:
         """The best plan with these units (by index) staying on the accelerator; None when none fits."""
-        policy, budget, planner, now = self._policy, self._budget, self._planner(stays), self._now
+        policy = self._policy
+        budget = self._budget
+        planner = self._planner(stays)
+        now = self._now
         room, kept = (0, ()) if now is None else (now.activation_bytes, now.drafted)
         for choice, drafted in itertools.product(self._choices(planner), (kept, ()) if kept else ((),)):
             plan = planner.plan(choice, policy.resident_bytes or 0, room, drafted)
@@ -271,7 +275,9 @@ class _Maker:
 
     def refusal(self) -> str:
         """Says which budget no plan fits, with the rows of the smallest plan."""
-        policy, planner, count = self._policy, self._planner(()), self._ranks_on_node
+        policy = self._policy
+        planner = self._planner(())
+        count = self._ranks_on_node
         plans = [planner.plan(choice, policy.resident_bytes or 0) for choice in self._choices(planner)]
         smallest = min(plans, key=lambda plan: plan.device_bytes)
         if policy.device_bytes is not None and smallest.device_bytes > policy.device_bytes:
@@ -327,7 +333,8 @@ def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> se
     bytes_of = {unit.index: unit.full_bytes for unit in units}
     orders: list[Callable[[Unit], Any]] = [cost, lambda unit: (unit.full_bytes > usual, *cost(unit))]
     for order in orders:
-        low, high = 0, len(units)
+        low = 0
+        high = len(units)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if maker.make(first(middle, order)) is not None else (low, middle - 1)

@@ -41,9 +41,11 @@ ACTIVATION_CHUNK_BYTES = 1 << 20
 _ACTIVATION_BUFFERS = 8
 """Of one piece each, between activations and NVMe: enough to keep a disk busy."""
 
-CONTEXT, PACKING = "context", "packing"
+CONTEXT = "context"
+PACKING = "packing"
 _STATES = "optimizer states"
-_ATTEMPTS, _DRAFTS = "slot of steps under backward", "second copies of weights, for steps under backward"
+_ATTEMPTS = "slot of steps under backward"
+_DRAFTS = "second copies of weights, for steps under backward"
 _UNDO = "second copies of states, for steps under backward"
 _FACTORS = (8, 8)
 
@@ -303,10 +305,12 @@ class Planner:
         room_bytes: HOST memory for activations, where the policy does not say how much. drafted: see `drafted_within`.
         """
         grads, num_units, num_tiles, tile_numel, attempts = choice
-        policy, sheet = self._policy, _Sheet()
+        policy = self._policy
+        sheet = _Sheet()
         at_home = self._add_parameters(sheet)
         streamed = [u for u in self._units if u.takes_buffer]
-        num_units, place = min(num_units, len(streamed)), Tier.DEVICE if self._is_gpu else Tier.HOST
+        num_units = min(num_units, len(streamed))
+        place = Tier.DEVICE if self._is_gpu else Tier.HOST
         needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u in streamed)
         full_sizes = (u.full_bytes for u in streamed)
         units = sheet.buffers("unit", num_units, full_sizes, "in use and fetched ahead", tier=place)
@@ -340,7 +344,8 @@ class Planner:
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), self._largest)
         size_of = tile_bytes if streams else partial(brought_bytes, grads=brings_grads, weights=brings_weights)
         tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._cut_alike)
-        why, crosses = f"of {tile_numel} elements", self._crosses or brings_grads or brings_weights
+        why = f"of {tile_numel} elements"
+        crosses = self._crosses or brings_grads or brings_weights
         tiles = sheet.buffers("tile", num_tiles, tile_sizes, why, crosses_link=crosses)
         there = self._add_steps_there(sheet, tile_numel, grads)
         sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
@@ -423,7 +428,8 @@ class Planner:
             sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel, self._is_all_there), "fp32 values and copies")
         elif grads is Tier.DEVICE and self._trainable:
             sheet.add("step", Tier.DEVICE, sum_scratch_bytes(self._largest), "squares in fp64, for the norm")
-        policy, count = self._policy, _STREAM_BUFFERS * (self._streamed_part > 0)
+        policy = self._policy
+        count = _STREAM_BUFFERS * (self._streamed_part > 0)
         sizes = (tile_bytes(u, tile_numel, policy) for u, _ in self._cut_alike)
         return sheet.buffers("stream", count, sizes, f"streamed_ratio={policy.streamed_ratio}", tier=Tier.DEVICE)
 
@@ -501,7 +507,8 @@ class Planner:
         frozen = (policy.num_slots - 1) * written
         sheet.add("frozen slots", Tier.NVME, frozen, f"durability={policy.durability!r}, keep={policy.keep}")
         is_attempted = attempts and self._may_attempt and bool(resting or self._drafted)
-        attempt, why = written if is_attempted else 0, f"overlap={policy.overlap!r}"
+        attempt = written if is_attempted else 0
+        why = f"overlap={policy.overlap!r}"
         sheet.add(_ATTEMPTS, Tier.NVME, attempt, why)
         sheet.add(_DRAFTS, Tier.HOST, _pages(u.shard_bytes for u in self._drafted) * is_attempted, why)
         return frozen, attempt

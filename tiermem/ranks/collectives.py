@@ -75,7 +75,9 @@ def swap_rows(
     group = topology.group_of(among)
     if not sends_directly(group, sent.device):
         return start(topology, what, dist.all_to_all_single, received, sent, among=among)
-    me, mine, theirs = group.rank(), sent.view(group.size(), -1), received.view(group.size(), -1)
+    me = group.rank()
+    mine = sent.view(group.size(), -1)
+    theirs = received.view(group.size(), -1)
     others = [rank for rank in range(group.size()) if rank != me]
     tag = REDUCE_TAG + number
     topology.traffic.add("all_to_all_single", what, sent.nbytes, among)
@@ -155,7 +157,8 @@ class Pending:
         The first failure also ends the others: the ranks that they wait for may wait for this rank, which sends no more. The
         connections are closed then, so nothing moves any more, and a message that has moved in part is waited for no longer.
         """
-        failure, limit = None, timedelta(seconds=self._topology.timeout_s)
+        failure = None
+        limit = timedelta(seconds=self._topology.timeout_s)
         for work in works:
             try:
                 if self._is_bounded:
@@ -194,7 +197,8 @@ class RowSums:
         self._resize(0)
 
     def _resize(self, numel: int) -> None:
-        group, device = self._topology.group, self._topology.control_device
+        group = self._topology.group
+        device = self._topology.control_device
         self._in_turn = torch.zeros(2, self._topology.world, numel, dtype=torch.float64, device=device)
         self._next = 0  # which of the two is filled next: while one is added up, rows arrive in the other
         self._expected: dict[int, Any] = {}  # by lower rank: the receive of its next row
@@ -211,7 +215,9 @@ class RowSums:
         """
         if len(mine) != self._in_turn.shape[-1]:
             self._resize(len(mine))
-        topology, row, rows = self._topology, torch.tensor(mine, dtype=torch.float64), self._in_turn[self._next]
+        topology = self._topology
+        row = torch.tensor(mine, dtype=torch.float64)
+        rows = self._in_turn[self._next]
         self._next ^= 1
         if topology.group is None or self._tag is None:
             row = to_device(row, rows.device)
@@ -224,7 +230,9 @@ class RowSums:
         return sums
 
     def _give(self, what: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
-        me, size, after = group.rank(), group.size(), self._in_turn[self._next]
+        me = group.rank()
+        size = group.size()
+        after = self._in_turn[self._next]
         rows[me].copy_(row)
 
         def rounds() -> Iterator[list[Any]]:
@@ -331,7 +339,8 @@ def share_parts(topology: Topology, value: torch.Tensor, places: Sequence[int], 
         share(topology, value, what)
         return
     rows = value.view(-1).split(max(1, -(-value.numel() // topology.num_shards)))
-    me, works = group.rank(), list[Any]()
+    me = group.rank()
+    works = list[Any]()
     topology.traffic.add("send", what, value.nbytes, "world")
     with explaining(topology, what):
         for rank in range(1, group.size()):

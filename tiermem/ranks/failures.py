@@ -294,7 +294,8 @@ class Watch:
 
     def _explain_loss(self, what: str, error: Exception) -> RankLost:
         self._board.post(f"rank/{self._me}/waits", what)
-        lost, deadline = self._lost(), time.monotonic() + self._grace_s
+        lost = self._lost()
+        deadline = time.monotonic() + self._grace_s
         while not lost and time.monotonic() < deadline:
             time.sleep(0.05)
             lost = self._lost()
@@ -366,13 +367,18 @@ class Watch:
         return _difference({rank: calls for rank, calls in sorted(sequences.items()) if calls})
 
     def _run(self) -> None:
-        look_s, last, since_last = min(_LOOK_S, self._interval_s), -1, 0.0
+        look_s = min(_LOOK_S, self._interval_s)
+        last = -1
+        since_last = 0.0
         patience_s = min(_PATIENCE_S, self._most_silent_s / 2)
         while not self._is_closed.wait(look_s):
             self._meet_beats()
-            now, since, number = time.monotonic(), self._waits_since, max(self._traffic.newest(), default=0)
+            now = time.monotonic()
+            since = self._waits_since
+            number = max(self._traffic.newest(), default=0)
             if number != last:
-                last, since_last = number, now
+                last = number
+                since_last = now
             is_long = since > 0 and now - since > patience_s
             is_idle = (
                 bool(self._backends) and now - since_last > patience_s

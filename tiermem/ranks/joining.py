@@ -118,7 +118,8 @@ def _join(world: int, backend: str, device: torch.device, timeout_s: float, join
     if not _says_where():
         dist.init_process_group(backend, timeout=timeout, device_id=place)
         return
-    rank, join_timeout_s = int(os.environ["RANK"]), min(join_timeout_s, timeout_s)
+    rank = int(os.environ["RANK"])
+    join_timeout_s = min(join_timeout_s, timeout_s)
     store = _meet(rank, world, join_timeout_s)
     kinds = {each.rpartition(":")[2] for each in backend.split(",")}
     # Private to torch, and only for these backends.
@@ -176,7 +177,8 @@ def _agree(attempt: Store, rank: int, world: int, timeout_s: float, deadline: fl
 
 def _open_store(rank: int, world: int, deadline: float, timeout_s: float) -> Store:
     """The store of rank 0 or of torchrun's agent, with its own prefix for every restart of the ranks."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_mine = rank == 0 and not is_agents
     store = None

@@ -110,12 +110,14 @@ def find_topology(
         return Topology(None, 0, 1, 1, 0)
     group = group or dist.group.WORLD
     assert group is not None
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world = dist.get_world_size(group)
     if world == 1:
         return Topology(None, 0, 1, 1, 0)
     bound_waits(group, timeout_s)
     control = control_device(group, device or torch.device("cpu"))
-    ranks, traffic = dist.get_process_group_ranks(group), Traffic()
+    ranks = dist.get_process_group_ranks(group)
+    traffic = Traffic()
     found = Topology(
         group,
         rank,
@@ -302,7 +304,8 @@ def arrange(
     if topology.group is None:
         return topology
     own = range(topology.world) if parts is None else parts
-    everyone, place = _in_order_of_parts(topology, own), own[topology.rank]
+    everyone = _in_order_of_parts(topology, own)
+    place = own[topology.rank]
     groups: dict[str, dist.ProcessGroup] = {}
     for dimension in ("replica", "shard", *(("across", "within") if layout.has_stages else ())):
         ranks = [everyone[r] for r in layout.peers(place, dimension)]
@@ -346,7 +349,8 @@ def ranks_of(
         return given, policy
     if given.ndim == 1:
         return given.get_group(), policy
-    sizes, ranks = tuple(given.mesh.shape), given.mesh.flatten().tolist()
+    sizes = tuple(given.mesh.shape)
+    ranks = given.mesh.flatten().tolist()
     if given.ndim != 2 or ranks != list(range(dist.get_world_size())):
         raise ValueError(
             f"a mesh of sizes {sizes} over ranks {ranks} given; allowed are one dimension, or (replicas, shards) "

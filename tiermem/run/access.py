@@ -282,7 +282,8 @@ def _room(shards: Shards) -> tuple[int | None, str]:
         cache = shards.policy.kv_bytes or 0
         left = f", {cache} of them left to the KV cache" if cache else ""
         return free_and_total(shards.device)[0] - cache, f"bytes: what is free on {shards.device}{left}"
-    budget, ranks = shards.policy.host_bytes, ranks_per_node()
+    budget = shards.policy.host_bytes
+    ranks = ranks_per_node()
     if budget is None:
         return None, ""
     planned = shards.plan.host_bytes

@@ -78,7 +78,8 @@ class _Passing:
 
     def settle(self) -> None:
         """Lets the current stream wait for the copies. Blocks for a helper thread, not for the accelerator. Raises OSError."""
-        work, self.work = self.work, None
+        work = self.work
+        self.work = None
         if work is not None:
             work.result()
         if self.ended is not None:
@@ -257,7 +258,8 @@ class _DiskRoom:
     def _write(self, passing: _Passing, home: _Extent, ready: torch.Event | None) -> None:
         self._await_writes(home)  # of the input that rested there before
         for start, piece in passing.pieces:
-            slot, write = self._next(), None
+            slot = self._next()
+            write = None
             try:
                 self._copy(slot.tensor[: piece.numel()], piece, ready)
                 data = slot.tensor[: round_up(piece.numel(), _PAGE)]
@@ -313,7 +315,8 @@ class _DiskRoom:
 
     def _await_writes(self, home: _Extent) -> None:
         """Waits for the writes of a home. Raises OSError."""
-        writes, home.writes = home.writes, []
+        writes = home.writes
+        home.writes = []
         for write in writes:
             write.wait()
 
@@ -384,7 +387,8 @@ class _Input:
             self._passing.settle()
             if self._here is not None and not self._here.is_changed:  # else what has left may be changed too
                 self._here = None
-            self._stays, self._passing = False, None
+            self._stays = False
+            self._passing = None
 
     def take(self) -> torch.Tensor:
         """The tensor; the one that is needed next starts to come. Blocks for a helper thread. Raises OSError, RuntimeError."""
@@ -446,7 +450,8 @@ class Activations:
 
     def end(self) -> None:
         """Ends an outermost forward, also one that raised. Twice does nothing."""
-        hooks, self._hooks = self._hooks, None
+        hooks = self._hooks
+        self._hooks = None
         if hooks is not None:
             hooks.__exit__()
 

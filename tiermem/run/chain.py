@@ -186,7 +186,8 @@ class _ChainWatch:
     def watching(self) -> Iterator[None]:
         handles = []
         for place, block in self._blocks.items():
-            before, after = self._begin(place), self._end
+            before = self._begin(place)
+            after = self._end
             handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(block.register_forward_hook(after, with_kwargs=True))
         try:
@@ -199,7 +200,8 @@ class _ChainWatch:
     def links(self, names: dict[nn.Module, str]) -> list[Link]:
         """The links of the chain that the calls form. Raises NoChainError."""
         found: list[Link] = []
-        places, calls = [call.place for call in self._calls], self._calls
+        places = [call.place for call in self._calls]
+        calls = self._calls
         if len(places) < 2 or len(self._outputs) != len(places):
             raise no_chain(f"of {len(self._blocks)} blocks {len(places)} were called through their container")
         for number, call in enumerate(calls):
@@ -226,7 +228,8 @@ class _ChainWatch:
 
     def _first_hidden(self) -> int | None:
         """Which argument of the first block is the hidden state: as in the second block, or the first floating tensor."""
-        leaves, second = self._calls[0].leaves, self._calls[1]
+        leaves = self._calls[0].leaves
+        second = self._calls[1]
         place = second.from_before[0][0] if second.from_before else None
         alike = place is not None and len(leaves) == len(second.leaves)
         candidates = [place] if alike and place is not None else range(len(leaves))
@@ -310,7 +313,8 @@ class Walk:
         return result
 
     def _visit(self, number: int, args: Any, kwargs: Any) -> Any:
-        link, links = self._chain.links[number], self._chain.links
+        link = self._chain.links[number]
+        links = self._chain.links
         if number != self._visited:
             expected = links[self._visited].name if self._visited < len(links) else "none"
             raise no_chain(f"a forward called {link.name} where others called {expected}")

@@ -267,7 +267,8 @@ class Hooks(Uncopied):
         order = self.prefetcher.order
         if module not in (self._root, self._leader) and kind == self._pass_kind and not order.is_long:
             return False
-        self._leader, self._pass_kind = module, kind
+        self._leader = module
+        self._pass_kind = kind
         self._store.check_process()
         self._store.on_device.check_there("param/")
         if self._is_training_pass:
@@ -300,7 +301,8 @@ class Hooks(Uncopied):
         self.begin_outermost(self._root)
         self.prefetcher.acquire()
         self._is_training_pass = False
-        ending, before = self._expect_end(), self.receive_if(lambda: False)
+        ending = self._expect_end()
+        before = self.receive_if(lambda: False)
         self._is_joined = True
         try:
             yield
@@ -398,7 +400,8 @@ class Hooks(Uncopied):
 
     def receive_if(self, may_receive: Callable[[], bool]) -> Callable[[], bool]:
         """Sets a condition: final gradients are received only if `may_receive()`. Returns the condition before."""
-        before, self._may_receive = self._may_receive, may_receive
+        before = self._may_receive
+        self._may_receive = may_receive
         return before
 
     def call_on_backward(self, function: Callable[[], None]) -> None:

@@ -75,7 +75,8 @@ def size_of_near(group: dist.ProcessGroup, near: dist.ProcessGroup) -> int:
 
     Raises ValueError unless `near` holds neighbouring ranks, this one among them, and its size divides the group into blocks.
     """
-    ranks, inside = dist.get_process_group_ranks(group), dist.get_process_group_ranks(near)
+    ranks = dist.get_process_group_ranks(group)
+    inside = dist.get_process_group_ranks(near)
     size = len(inside)
     blocks = [ranks[start : start + size] for start in range(0, len(ranks), size)]
     if len(ranks) % size or sorted(inside) not in blocks or dist.get_rank() not in inside:
@@ -314,7 +315,8 @@ class ParametersInInit:
 
     def take_out(self, param: nn.Parameter) -> None:
         """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
-        kept, shown = self._kept[param], param.dtype
+        kept = self._kept[param]
+        shown = param.dtype
         self._write_back(param)  # keeps changes made while it was awake
         absent.part_with([param])
         param.data = self._get(kept).to(param.device, shown, copy=True).view(kept.shape)  # its changes may be dropped
@@ -349,7 +351,9 @@ class ParametersInInit:
         first = part_numel * self.topology.shard_rank
         if value.dtype != kept.dtype or value.shape != kept.shape:
             self._forget(kept)
-        kept.dtype, kept.shape, kept.is_gone = value.dtype, value.shape, False
+        kept.dtype = value.dtype
+        kept.shape = value.shape
+        kept.is_gone = False
         kept.num_values = max(0, min(part_numel, value.numel() - first))
         if value.is_meta:
             return
@@ -390,14 +394,16 @@ class ParametersInInit:
         if part is None:
             part = torch.empty(kept.num_values, dtype=kept.dtype)
             self._read_pieces(kept, into(part))
-        numel, device = kept.shape.numel(), self.topology.control_device
+        numel = kept.shape.numel()
+        device = self.topology.control_device
         return assemble(self.topology, part, self.share_of(numel), device, "gathering initial values")[:numel]
 
     def _forget(self, kept: _Kept) -> None:
         kept.part = None
         if self._store is not None and not kept.is_gone and kept.name in self._store:
             self._store.drop(kept.name)
-        kept.is_gone, kept.is_filled = True, False
+        kept.is_gone = True
+        kept.is_filled = False
 
 
 def _mapped(values: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,8 @@ def kv_cache_bytes(config: Any, num_sequences: int, num_tokens: int, dtype: torc
         if number < 1:
             raise ValueError(f"{name} is {number}; it must be at least 1")
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    num_layers, num_heads = _first(text, _LAYERS), _first(text, _HEADS)
+    num_layers = _first(text, _LAYERS)
+    num_heads = _first(text, _HEADS)
     head_dim = getattr(text, "head_dim", None) or _first(text, _HIDDEN) // num_heads
     of_key, of_value = (getattr(text, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or num_heads

@@ -186,7 +186,8 @@ class LayerwisePasses:
 
         differentiate: calls `backward` on a loss.
         """
-        losses, ended = [], set[LiveUnit]()
+        losses = []
+        ended = set[LiveUnit]()
         for micro in self._micros:
             losses.append(self._run_tail(micro, differentiate))
             ended = ended or self._ended_with_tail()
@@ -213,12 +214,14 @@ class LayerwisePasses:
         assert self._chain is not None
         walk = Walk(self._chain, micro.compute)
         walk.to_the_end()
-        micro.first, micro.arguments = walk.first, walk.arguments
+        micro.first = walk.first
+        micro.arguments = walk.arguments
         micro.hidden = walk.first.detach() if walk.first is not None else None
 
     def _run_block(self, number: int, micro: _MicroBatch) -> None:
         """Runs one block without gradients, and keeps its input and the arguments that reached it."""
-        link, hidden = self._links[number], micro.hidden
+        link = self._links[number]
+        hidden = micro.hidden
         args, kwargs = micro.arguments[number].with_hidden(hidden)
         micro.of_blocks.append(micro.random)
         given = [(tensor, tensor._version) for tensor in tensors_in([args, kwargs])]
@@ -228,7 +231,8 @@ class LayerwisePasses:
                 output = link.block(*args, **kwargs)
         finally:
             handle.remove()
-            captured, self._captured = self._captured, None
+            captured = self._captured
+            self._captured = None
         assert captured is not None
         if link.name not in self._checked:
             after = tensors_in([args, kwargs])
@@ -250,7 +254,8 @@ class LayerwisePasses:
     def _run_tail(self, micro: _MicroBatch, differentiate: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """Runs the forward again without blocks, to the loss, and differentiates it."""
         assert self._chain is not None and micro.hidden is not None
-        hidden, micro.hidden = micro.hidden.detach().requires_grad_(), None
+        hidden = micro.hidden.detach().requires_grad_()
+        micro.hidden = None
 
         def arrive() -> torch.Tensor:
             micro.random.apply(self._device)
@@ -268,8 +273,12 @@ class LayerwisePasses:
 
     def _run_block_again(self, number: int, micro: _MicroBatch) -> None:
         """Runs one block with gradients, and its backward."""
-        link, grad, micro.grad = self._links[number], micro.grad, None
-        arguments, kept, random = micro.arguments.pop(), micro.inputs.pop(), micro.of_blocks.pop()
+        link = self._links[number]
+        grad = micro.grad
+        micro.grad = None
+        arguments = micro.arguments.pop()
+        kept = micro.inputs.pop()
+        random = micro.of_blocks.pop()
         if grad is None:
             return
         hidden = kept.take().detach() if kept is not None else None

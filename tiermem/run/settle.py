@@ -231,7 +231,8 @@ class _Settler:
         """Moves a unit's weights to where they rest, one parameter at a time. Collective; blocks."""
         if not unit.takes_buffer:
             return self._make_resident(unit)
-        home, entry = self._plan.unit_homes[unit.index], unit.entry
+        home = self._plan.unit_homes[unit.index]
+        entry = unit.entry
         numel = unit.shard_bytes // unit.rests_as.itemsize
         if home is Tier.DEVICE and not self._is_accelerated:
             home = Tier.HOST
@@ -265,7 +266,8 @@ class _Settler:
 
         On one rank a unit that is widened on the device where it rests is gathered: on the stream whose work writes it there.
         """
-        policy, topology = self._policy, self._topology
+        policy = self._policy
+        topology = self._topology
         if gathers_packed(unit, policy):
             plain: Gather = PackedGather(topology, unit, memory.travels, self._wires, self._values.workers)
         elif topology.num_shards > 1 or (home is Tier.DEVICE and unit.is_widened):
@@ -275,13 +277,15 @@ class _Settler:
         if not keeps_secondary(policy, topology.num_shards):
             return plain
         assert topology.across is not None
-        name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
+        name = f"secondary/{unit.index}/{unit.name}"
+        numel = secondary_numel(unit, topology.across.size)
         home = Tier.DEVICE if self._is_accelerated else Tier.HOST
         self._store.reserve(name, (numel,), unit.travels_as, home)
         return NearGather(topology, unit, plain, memory.travels, self._store.view(name))
 
     def _make_resident(self, unit: Unit) -> LiveUnit:
-        entry, home = unit.entry, _home_of_resident(self._plan, self._topology, self._is_accelerated)
+        entry = unit.entry
+        home = _home_of_resident(self._plan, self._topology, self._is_accelerated)
         if self._is_accelerated:
             slot = self._store.on_device.take(entry if home is None else LAYOUTS, unit.full_bytes)
             memory = UnitMemory(unit, self._passage, slot.tensor)
@@ -355,7 +359,8 @@ def _home_of_resident(plan: Plan, topology: Topology, is_gpu: bool) -> Tier | No
 
 def _announce(units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, values: Values) -> None:
     """Announces what units take of an accelerator for life, so that all of one kind lies in one slab."""
-    memory, home = values.store.on_device, _home_of_resident(plan, values.topology, is_gpu=True)
+    memory = values.store.on_device
+    home = _home_of_resident(plan, values.topology, is_gpu=True)
     for unit in units:
         if unit.is_resident:
             memory.reserve(unit.entry if home is None else LAYOUTS, unit.full_bytes)

@@ -121,7 +121,9 @@ class Shards:
         check_model(model, is_trained)
         self.model = model
         self.device = find_device(device)
-        built, context = built_with(model), open_context(self.device)  # its bytes
+        # its bytes
+        built = built_with(model)
+        context = open_context(self.device)
         if group is None and built.group is None:
             join_ranks(policy.timeout_s, self.device, policy.join_timeout_s)
         ranks, policy = ranks_of(group if group is not None else built.group, built.over(policy))
@@ -136,7 +138,8 @@ class Shards:
         self.topology: Topology = arrange(
             everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
         )
-        self._is_closed, self._is_trained = False, is_trained
+        self._is_closed = False
+        self._is_trained = is_trained
         self._handles: list[RemovableHandle] = []
         division = divide(model, policy, self.topology.num_shards, is_trained)
         self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node(), context)
@@ -390,11 +393,13 @@ class Shards:
 
         is_master: every element becomes the master. Not collective; blocks; raises OSError.
         """
-        unit, mine = live.unit, self.values.mine(shard, value).cpu()
+        unit = live.unit
+        mine = self.values.mine(shard, value).cpu()
         part = slice(shard.shard_offset, shard.shard_offset + mine.numel())
         stepped = any(other.num_steps for _, other in self.parameters())  # a step has made the masters
         states = self.states if unit.is_trainable and stepped else None
-        is_there, initial = live.is_home(value), initial_master(unit)
+        is_there = live.is_home(value)
+        initial = initial_master(unit)
         if states is None and initial not in self.store:
             if not is_there:
                 self.values.put_elements(live, part.start, mine.to(unit.dtype))
@@ -549,7 +554,8 @@ class Shards:
     @contextlib.contextmanager
     def held_present(self) -> Iterator[None]:
         """A block in which the caller chooses all units' weights; stepping, replacing or loading them raises RuntimeError."""
-        before, self.is_held = self.is_held, True
+        before = self.is_held
+        self.is_held = True
         try:
             yield
         finally:
@@ -603,7 +609,9 @@ class Shards:
 
     def _use(self, plan: Plan, pools: Pools) -> None:
         """Sets the plan and its buffers."""
-        self.plan, self._pools, self.tile_pool = plan, pools, pools.tiles
+        self.plan = plan
+        self._pools = pools
+        self.tile_pool = pools.tiles
 
     # ---- parameters of other modules -----------------------------------------------------------------------------------
 
@@ -628,7 +636,8 @@ class Shards:
         make = functools.partial(func, *args, **kwargs)
         with absent.copies(self, params):
             copied = {param.untyped_storage()._cdata: param for param in params}
-            frame, output = self.hooks.enter(list(dict.fromkeys(needed)), (), {}, reads_again=False), None
+            frame = self.hooks.enter(list(dict.fromkeys(needed)), (), {}, reads_again=False)
+            output = None
             try:
                 with torch.autograd.graph.saved_tensors_hooks(lambda t: kept(self, t, copied), lambda read: read()):
                     output = make()
@@ -699,10 +708,13 @@ class Shards:
     # ---- building ------------------------------------------------------------------------------------------------------
 
     def _build(self, division: Division) -> None:
-        units, order = division.units, first_order(division)
+        units = division.units
+        order = first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
         self._use(self.plan, pools := carve(self.store, self.plan))
-        policy, workers, trainable = self.policy, self.workers, [u for u in units if u.is_trainable]
+        policy = self.policy
+        workers = self.workers
+        trainable = [u for u in units if u.is_trainable]
         self.program: Program[Any] = Program(self.store, pools.tiles, self.workers)
         self.steps = StepRun(self.program)
         spread_numel = policy.allgather_bucket_numel

@@ -43,8 +43,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 _SLOWER = 3.0
 FAR_SLOWER = 10.0
 """Products at rest that are so many times slower than in fp32 are warned of."""
-_LEAST_SIDE, _MOST_SIDE, _NUM_SHAPES = 256, 1024, 2
-_ROWS, _QUICK_S = (8, 64), 0.04
+_LEAST_SIDE = 256
+_MOST_SIDE = 1024
+_NUM_SHAPES = 2
+_ROWS = (8, 64)
+_QUICK_S = 0.04
 _REPEATS = 3
 
 
@@ -105,7 +108,8 @@ def _flops(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> float:
 def _time(shape: tuple[int, ...], num_rows: int, dtype: torch.dtype) -> float:
     """CPU seconds of the three products, the least of a few."""
     weight = torch.ones(shape, dtype=dtype)
-    inputs, grads = torch.ones(num_rows, shape[1], dtype=dtype), torch.ones(num_rows, shape[0], dtype=dtype)
+    inputs = torch.ones(num_rows, shape[1], dtype=dtype)
+    grads = torch.ones(num_rows, shape[0], dtype=dtype)
     least = float("inf")
     for _ in range(_REPEATS):
         start = time.thread_time()
@@ -201,7 +205,8 @@ def widen(full: torch.Tensor, narrow: torch.Tensor) -> None:
 
     On an accelerator in the order of the current stream.
     """
-    done, numel = 0, 0 if narrow is full else narrow.numel()
+    done = 0
+    numel = 0 if narrow is full else narrow.numel()
     while done < numel:
         stop = (numel + done) // 2
         if stop - done < _LEAST_SPREAD:

@@ -109,6 +109,8 @@ class Gradient:
         self._put(GradientState.NONE)
 
     def _put(self, state: GradientState, factor: float = 1.0, block_sums: Sequence[float] | torch.Tensor = ()) -> None:
-        self.state, self.known_factor, self.block_sums = state, factor, block_sums
+        self.state = state
+        self.known_factor = factor
+        self.block_sums = block_sums
         self.version += 1
         self._pending.clear()

@@ -57,7 +57,8 @@ class BlockFormat(NamedTuple):
         return self.code_bytes(numel) + -(-numel // BLOCK) * _SCALE_BYTES
 
 
-INT8, NF4 = BlockFormat("int8", 8), BlockFormat("nf4", 4)
+INT8 = BlockFormat("int8", 8)
+NF4 = BlockFormat("nf4", 4)
 FORMATS = {each.name: each for each in (INT8, NF4)}
 
 
@@ -147,7 +148,9 @@ def byte_ranges(numel: int, start: int, stop: int, form: BlockFormat = INT8) -> 
     The two ranges one after the other are these elements packed by themselves. `start` is a multiple of BLOCK.
     """
     assert start % BLOCK == 0
-    first, last, scales = start // BLOCK, -(-stop // BLOCK), form.code_bytes(numel)
+    first = start // BLOCK
+    last = -(-stop // BLOCK)
+    scales = form.code_bytes(numel)
     codes = slice(form.code_bytes(start), form.code_bytes(stop))
     return codes, slice(scales + first * _SCALE_BYTES, scales + last * _SCALE_BYTES)
 
@@ -179,6 +182,7 @@ def _table(values: Sequence[object], device: torch.device) -> torch.Tensor:
 
 
 def _pieces(values: torch.Tensor) -> Iterator[tuple[int, int]]:
-    numel, step = values.numel(), _PIECE_ON_DEVICE if is_accelerator(values.device) else PIECE
+    numel = values.numel()
+    step = _PIECE_ON_DEVICE if is_accelerator(values.device) else PIECE
     for first in range(0, numel, step):
         yield first, min(first + step, numel)

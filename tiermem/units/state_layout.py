@@ -24,7 +24,8 @@ from tiermem.units.unit import UNIT_ALIGN, Shard, Unit, own_numel, ranges_in
 # ---- the layout of a tile --------------------------------------------------------------------------------------------
 
 MASTER = "master"
-EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
 FP32_BYTES = 4
 STRIP_NUMEL = 1 << 17
 """Elements of a strip of a tile, with checksums of its own: two megabytes of an exact step, one of a compact one."""
@@ -145,7 +146,8 @@ class StateLayout:
 
     def columns(self, numel: int) -> Iterator[Column]:
         """Each part in a tile's states; 8-bit: its codes, then its scales."""
-        place, strip = 0, self.strip_numel
+        place = 0
+        strip = self.strip_numel
         for part in self.parts:
             sizes = [(part.num_bytes(numel), part.num_bytes(strip))]
             if part.kind == "8bit":
@@ -156,7 +158,8 @@ class StateLayout:
 
     def views(self, states: torch.Tensor, numel: int) -> StateViews:
         """The parts of a tile's states as views of `states`: a uint8 tensor of total_bytes(numel)."""
-        found, offset = [], 0
+        found = []
+        offset = 0
         for part in self.parts:
             found.append(part.view(states[offset:], numel))
             offset += part.num_bytes(numel)
@@ -217,7 +220,8 @@ def brought_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy, grads: boo
 
 def state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tuple[int, int]]:
     """(bytes of one tile's states, number of such tiles) for the tiles of a unit."""
-    layout, step = planned_layout(unit, policy), round_up(tile_numel, UNIT_ALIGN)
+    layout = planned_layout(unit, policy)
+    step = round_up(tile_numel, UNIT_ALIGN)
     whole, rest = divmod(unit.shard_numel, step)
     return [(layout.total_bytes(numel), count) for numel, count in ((step, whole), (rest, 1)) if numel * count]
 
@@ -225,7 +229,8 @@ def state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tupl
 # ---- pieces with checksums -------------------------------------------------------------------------------------------
 
 BLOCK_BYTES = 1 << 20
-WEIGHT, SCALES = "weight", ".scales"
+WEIGHT = "weight"
+SCALES = ".scales"
 
 
 class StateRange(NamedTuple):
@@ -293,7 +298,8 @@ class StatePieces:
         """The elements of a piece."""
         run = self.runs[bisect.bisect_right(self._first_piece, number) - 1]
         first = int(self.first_bytes[number])
-        start, stop = _element(run, first), _element(run, first + int(self.num_bytes[number]))
+        start = _element(run, first)
+        stop = _element(run, first + int(self.num_bytes[number]))
         return StatePiece(run.shard.name, run.state() or "an unused state", start, stop, run.shard.num_steps)
 
 
@@ -319,10 +325,12 @@ def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[Sta
     grain = 8 // form.code_bits  # elements of a byte
     places = [byte_ranges(unit.packed_numel, s.shard_offset, s.shard_offset + s.shard_numel, form) for s in unit.shards]
     for shard, (codes, _) in zip(unit.shards, places, strict=True):
-        first, own = shard_rank * shard.shard_numel // grain, -(-own_numel(shard, shard_rank) // grain)
+        first = shard_rank * shard.shard_numel // grain
+        own = -(-own_numel(shard, shard_rank) // grain)
         yield StateRange(shard, _weight, codes.start, first, own, 1, grain)
     for shard, (_, scales) in zip(unit.shards, places, strict=True):
-        first, own = shard_rank * -(-shard.shard_numel // BLOCK), -(-own_numel(shard, shard_rank) // BLOCK)
+        first = shard_rank * -(-shard.shard_numel // BLOCK)
+        own = -(-own_numel(shard, shard_rank) // BLOCK)
         yield StateRange(shard, _weight_scales, scales.start, first * 4, own * 4, 4, BLOCK)
 
 
@@ -342,7 +350,8 @@ def _cut(run: StateRange) -> Numbers:
         np.arange(round_up(run.first_byte + 1, BLOCK_BYTES), end, BLOCK_BYTES),
     ]
     if run.column is not None:
-        first, step = run.column.place.offset + run.first_byte - run.offset, run.column.strip_bytes
+        first = run.column.place.offset + run.first_byte - run.offset
+        step = run.column.strip_bytes
         cuts.append(np.arange(first + round_up(run.first_byte + 1 - first, step), end, step))
     return np.unique(np.concatenate(cuts)).astype(np.int64)
 

@@ -196,7 +196,8 @@ class Shard:
         has_moments, has_master: whether moments and a master were restored; they matter before the first step.
         """
         self.num_steps = num_steps
-        self.has_moments, self.has_master = has_moments and not num_steps, has_master and not num_steps
+        self.has_moments = has_moments and not num_steps
+        self.has_master = has_master and not num_steps
 
     def note_loaded(self, moments: bool = False, master: bool = False) -> None:
         """Notes that moments or a master were set; this matters before the first step."""
@@ -330,7 +331,8 @@ def ranges_in(unit: Unit, span: slice | None = None, shard_rank: int | None = No
     found: list[ShardRange] = []
     for shard in unit.shards:
         numel = shard.shard_numel if shard_rank is None else own_numel(shard, shard_rank)
-        first, last = max(0, start - shard.shard_offset), min(numel, stop - shard.shard_offset)
+        first = max(0, start - shard.shard_offset)
+        last = min(numel, stop - shard.shard_offset)
         if first < last:
             found.append(ShardRange(shard, first, last))
     return found
@@ -396,7 +398,8 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
             f"the model is a leaf, but a {type(model).__name__} has no forward that would fetch it: mark the modules in it"
         )
     names = {param: (i, name) for i, (name, param) in enumerate(model.named_parameters())}
-    persistent, form = _persistent(model, policy), FORMATS.get(policy.frozen_blocks or "")
+    persistent = _persistent(model, policy)
+    form = FORMATS.get(policy.frozen_blocks or "")
     seen_as = lowered_parameters(model, policy, num_shards) or _widened_parameters(model, policy)
     units: list[Unit] = []
     triggers: dict[nn.Module, list[Unit]] = {}
@@ -549,7 +552,8 @@ def _lay_out(
         shards.append(Shard(full_name, position, param, param.shape, param.numel(), share, full, part, reduce_dtype))
         full += round_up(share * num_shards, ALIGN)
         part += round_up(share, ALIGN)
-    full, part = round_up(max(full, 1), UNIT_ALIGN), round_up(max(part, 1), UNIT_ALIGN)
+    full = round_up(max(full, 1), UNIT_ALIGN)
+    part = round_up(max(part, 1), UNIT_ALIGN)
     is_resident = policy.stage != 3
     return Unit(name, index, shards, dtype, is_trainable, is_resident, full, part, full_dtype, is_leaf, blocks)
 
@@ -558,9 +562,11 @@ def _check_size(unit: Unit, policy: OffloadPolicy) -> None:
     numel = sum(shard.numel for shard in unit.shards)
     if policy.unit_numel is None or numel <= policy.unit_numel or policy.stage != 3:
         return
-    why, instead = "has no inner module to split it at", ", or replace its Linear by tiermem.zero.TiledLinear"
+    why = "has no inner module to split it at"
+    instead = ", or replace its Linear by tiermem.zero.TiledLinear"
     if unit.is_leaf:
-        why, instead = "is a leaf module, fetched as one because which of its children run may differ between ranks", ""
+        why = "is a leaf module, fetched as one because which of its children run may differ between ranks"
+        instead = ""
     raise ValueError(
         f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one parameter buffer "
         f"(unit_numel; buffer_size in a config), and {why}. Raise the buffer's size{instead}"

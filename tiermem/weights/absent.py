@@ -291,7 +291,8 @@ class PresentParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The values, as a tensor without a graph."""
-        owner, values = registry.owner_of(self), cast(torch.Tensor, _DATA.__get__(self))
+        owner = registry.owner_of(self)
+        values = cast(torch.Tensor, _DATA.__get__(self))
         if isinstance(owner, OwnerWithWrites):
             owner.note_data(self, values)
         return values

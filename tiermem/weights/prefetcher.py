@@ -50,7 +50,9 @@ class Order:
         """Begins a pass. The uses of the last pass become the guess for its kind."""
         if self._seen:
             self._learnt[self._kind] = self._seen
-        self._kind, self._seen, self._place = kind, [], 0
+        self._kind = kind
+        self._seen = []
+        self._place = 0
         first_guess = self._forward + (self._backward if has_backward else [])
         self._expect(self._learnt.get(kind) or first_guess)
 
@@ -63,7 +65,8 @@ class Order:
         if self._seen:
             self._learnt[self._kind] = self._seen
             self._expect(self._seen)
-        self._seen, self._place = [], 0
+        self._seen = []
+        self._place = 0
 
     @property
     def is_long(self) -> bool:
@@ -94,7 +97,8 @@ class Order:
         return places[nearest] - self._place if nearest < len(places) else float("inf")
 
     def _expect(self, guess: list[int]) -> None:
-        self._guess, self._places = guess, {}
+        self._guess = guess
+        self._places = {}
         for place, unit in enumerate(guess):
             self._places.setdefault(unit, []).append(place)
 
@@ -182,7 +186,8 @@ class Uses:
 
 def first_order(division: Division) -> Order:
     """The expected order of a model's first pass: forward in order of definition, then the units that backward reads again."""
-    forward, backward = division.order(), division.order(reads_weights_again)
+    forward = division.order()
+    backward = division.order(reads_weights_again)
     return Order([unit.index for unit in forward], [unit.index for unit in reversed(backward)])
 
 
@@ -492,7 +497,8 @@ class Prefetcher(Generic[T]):
         """
         if not live.unit.takes_buffer:
             return True
-        limits, mine = self._limits, -1.0 if is_urgent else self.order.distance(live.unit.index)
+        limits = self._limits
+        mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
         while len(self._full) >= limits.num_full or self._full_numel + live.unit.full_numel > limits.live_numel:
             farthest, distance = self._farthest(self._full)
             if farthest is None or distance <= mine:

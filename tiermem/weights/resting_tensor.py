@@ -56,7 +56,8 @@ _OF_VALUES = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, t
 
 def on_copies(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls an operator on copies of the values, and stores those that it writes."""
-    schema, copies = func._schema, dict[RestingTensor, torch.Tensor]()
+    schema = func._schema
+    copies = dict[RestingTensor, torch.Tensor]()
     if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
         what = resting_in((args, kwargs))[0].what
         raise NotImplementedError(

@@ -47,7 +47,8 @@ logger = logging.getLogger("tiermem")
 
 def overlap_of(policy: OffloadPolicy, plan: Plan, is_gpu: bool) -> Literal["none", "forward", "backward"]:
     """What runs beside the steps of a model, by its policy: see `OffloadPolicy.overlap`."""
-    wanted, homes = policy.wanted_overlap(plan.states, is_gpu), plan.unit_homes.values()
+    wanted = policy.wanted_overlap(plan.states, is_gpu)
+    homes = plan.unit_homes.values()
     if is_gpu and (plan.kept_bytes or plan.streamed_part or Tier.DEVICE in (plan.states, *homes)):
         return "none"  # a step that an accelerator takes part in ends before the next forward
     if wanted == "none" or not any(unit.is_trainable and not unit.is_resident for unit in plan.division.units):
@@ -144,7 +145,8 @@ class StepRun:
         try:
             self.finish_tiles()
         finally:
-            copied, self.copied = self.copied, None
+            copied = self.copied
+            self.copied = None
             if copied is not None and not copied.query():
                 copied.synchronize()
 
@@ -159,7 +161,8 @@ class StepRun:
             self._program.finish()
         finally:
             if not self._program.is_running and self._program.has_failed:
-                self.is_torn, self._is_changing = True, False
+                self.is_torn = True
+                self._is_changing = False
 
     def check_whole(self) -> None:
         """Raises RuntimeError if the model is torn, also by a backward that has stepped units and was left."""

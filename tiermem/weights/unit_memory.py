@@ -173,7 +173,8 @@ class Passage:
                 self.copies.wait_event(self.steps.copied)
             return
         if self._is_outdated or self._written is None:
-            self._written, self._is_outdated = record(current_stream(self.device)), False
+            self._written = record(current_stream(self.device))
+            self._is_outdated = False
         self.copies.wait_event(self._written)
 
     def reset(self) -> None:
@@ -246,14 +247,16 @@ class StagedRead:
     def promote(self) -> None:
         """Raises the priority of the read, which is needed at once. Does not block."""
         with self._lock:
-            self._priority, move = URGENT, self._move
+            self._priority = URGENT
+            move = self._move
         if move is not None:
             move.promote()
 
     def cancel(self) -> None:
         """Drops the read, unless it has ended, and waits until the helper threads have ended its work. Never raises OSError."""
         with self._lock:
-            self._is_cancelled, move = True, self._move
+            self._is_cancelled = True
+            move = self._move
         if move is not None:
             move.cancel()
         concurrent.futures.wait([self._ended])
@@ -492,7 +495,8 @@ class UnitMemory:
                     self._storage.resize_(0)
         if self._slot is not None:
             assert self._slots is not None
-            slot, self._slot = self._slot, None
+            slot = self._slot
+            self._slot = None
             self._slots.give_back(slot)
 
     def reset(self) -> None:

@@ -172,7 +172,8 @@ class LiveUnit:
         """HOME -> READING: starts the read of the shard. The caller ensures that a buffer is free. Does not block."""
         self._check(UnitState.READING, UnitState.HOME)
         assert self.entry is not None
-        num_bytes, passage = round_up(self.unit.shard_bytes, ALIGNMENT), self.passage
+        num_bytes = round_up(self.unit.shard_bytes, ALIGNMENT)
+        passage = self.passage
         slot = self._take_stage().slot if self.is_staged else self.memory.take_slot()
         if passage.copies is None:
             first = 0 if self.is_staged or not self.unit.is_widened else self.unit.full_bytes - self.unit.shard_bytes
@@ -207,7 +208,8 @@ class LiveUnit:
         self._check(UnitState.GATHERING, UnitState.HOME, UnitState.READING)
         assert self._gather is not None
         self._await_read()
-        start_ns, copies = time.monotonic_ns(), self.passage.copies
+        start_ns = time.monotonic_ns()
+        copies = self.passage.copies
         if self.shard is not None:
             self.passage.steps.await_unit(self.unit.index)
             self.passage.await_written(self.shard)
@@ -261,7 +263,8 @@ class LiveUnit:
 
     def drop(self) -> None:
         """Any state -> HOME. Cancels a read under way; waits for an exchange under way. Raises RankLost."""
-        coming, read = self._coming, None
+        coming = self._coming
+        read = None
         try:
             if isinstance(coming, _Gathering):
                 self._await_gather(coming)
@@ -441,7 +444,8 @@ class LiveUnit:
 
     def show_again(self, index: int) -> None:
         """Notes that a parameter's values have been taken over; the parameter shows the unit's memory again, with them."""
-        param, view = self._params[index], self.memory.views[index]
+        param = self._params[index]
+        view = self.memory.views[index]
         with torch._C.DisableTorchFunctionSubclass():
             if param.data_ptr() != view.data_ptr():
                 view.copy_(param.detach())
@@ -451,7 +455,8 @@ class LiveUnit:
 
     def check_alone(self, index: int) -> None:
         """Raises RuntimeError where a parameter shows other memory while the user holds a `data` of it, which would change."""
-        param, view = self._params[index], self.memory.views[index]
+        param = self._params[index]
+        view = self.memory.views[index]
         with torch._C.DisableTorchFunctionSubclass():
             is_shown = param.data_ptr() == view.data_ptr()
         if is_shown or all(taken() is None for taken in self._datas.get(index, ())):
@@ -543,10 +548,12 @@ class LiveUnit:
 
     def _point(self) -> None:
         """Points the parameters at the full layout, or at NaN; skips parameters that hold their own copy."""
-        params, tensors = self._params, self.memory.views if self._is_shown else self.memory.absent
+        params = self._params
+        tensors = self.memory.views if self._is_shown else self.memory.absent
         if self._out:
             inside = [i for i in range(len(params)) if i not in self._out]
-            params, tensors = [params[i] for i in inside], [tensors[i] for i in inside]
+            params = [params[i] for i in inside]
+            tensors = [tensors[i] for i in inside]
         _point(params, tensors)
         self._see()
 
@@ -569,7 +576,8 @@ class LiveUnit:
             widen(self.memory.full, self.memory.travels)
             if self.passage.copies is not None:
                 self._end_filling(record(self.passage.copies))
-        name, recorder = self.unit.name, self.passage.store.recorder
+        name = self.unit.name
+        recorder = self.passage.store.recorder
         recorder.add("wait", f"gather {name}", wait_ns, end_ns)
         recorder.add("gather", name, gathering.start_ns, end_ns, self.unit.full_bytes)
 
@@ -578,7 +586,8 @@ class LiveUnit:
 
         ranges: of its elements. Each is copied before the next one is asked for, and the rest at the end.
         """
-        shard, copies = self.shard if self.shard is not None else self._staged(), self.passage.copies
+        shard = self.shard if self.shard is not None else self._staged()
+        copies = self.passage.copies
         assert copies is not None and shard is not None
         with on(copies):
             self.memory.begin_filling()
@@ -623,7 +632,8 @@ class LiveUnit:
         """Gives the buffer of the shard back, out of which the accelerator copies until `read`."""
         if self._stage is not None:
             assert self.passage.stages is not None
-            stage, self._stage = self._stage, None
+            stage = self._stage
+            self._stage = None
             self.passage.stages.give_back(stage, read)
 
     def _staged(self) -> torch.Tensor | None:

@@ -160,7 +160,8 @@ class Values:
 
         local: this rank's part, flat, with or without its padding.
         """
-        share, what = shard.shard_numel, f"gathering {shard.name}"
+        share = shard.shard_numel
+        what = f"gathering {shard.name}"
         return assemble(self.topology, local, share, self.device, what)[: shard.numel]
 
     def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
@@ -184,7 +185,8 @@ class Values:
     def keep_present(self, live: LiveUnit) -> None:
         """Makes a unit at HOME present in torch's own memory until `end_keeping`. Collective; blocks."""
         self.steps.finish()
-        shard, unit = live.shard, live.unit
+        shard = live.shard
+        unit = live.unit
         if shard is None or unit.is_packed:
             shard = self.elements(live, slice(0, unit.packed_numel if unit.is_packed else unit.shard_numel))
         live.keep(lambda memory: self.regather(unit, shard, memory))
@@ -213,7 +215,8 @@ def kept(weights: Weights, saved: torch.Tensor, copied: Mapping[int, nn.Paramete
     param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
     if param is None or saved.is_conj() or saved.is_neg():
         return lambda: saved
-    shape, dtype = (saved.shape, saved.stride(), saved.storage_offset()), saved.dtype
+    shape = (saved.shape, saved.stride(), saved.storage_offset())
+    dtype = saved.dtype
     num_steps = weights.find(param)[1].num_steps
 
     def read() -> torch.Tensor:

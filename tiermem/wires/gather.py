@@ -139,7 +139,8 @@ class UnitGather(Gather):
 
     def _messages(self, indices: list[int], each: _Round) -> _Exchange:
         """One round of the exchange of some parameters, as messages of every rank's piece between every two ranks."""
-        group, num_bytes = self._topology.group_of(each.among), 0
+        group = self._topology.group_of(each.among)
+        num_bytes = 0
         calls: list[_Call] = []
         for index in indices:
             for row, places in enumerate(each.rows):
@@ -199,7 +200,8 @@ def _rounds_of(topology: Topology) -> list[_Round]:
     """One round among all ranks that share the parts; or two, across nodes and then within, so bytes cross nodes once."""
     if not topology.gathers_in_stages:
         return [_Round("shard", topology.shard_rank, [list(range(topology.num_shards))])]
-    across, within = topology.across, topology.within
+    across = topology.across
+    within = topology.within
     assert across is not None and within is not None
     places = [[node * within.size + local for local in range(within.size)] for node in range(across.size)]
     return [
@@ -310,7 +312,8 @@ def gather(topology: Topology, rows: torch.Tensor, what: str) -> None:
 
 def _send_rows(topology: Topology, each: _Round, rows: torch.Tensor, what: str) -> None:
     """One round of a gather as messages of every rank's row between every two ranks."""
-    group, works = topology.group_of(each.among), list[Any]()
+    group = topology.group_of(each.among)
+    works = list[Any]()
     with explaining(topology, what):
         for number, places in enumerate(each.rows):
             pieces = [rows[place] for place in places]

@@ -93,7 +93,8 @@ class PackedGather(Gather):
         what = f"gathering {self._unit.name}"
         if self._wire is None:
             return Pending(self._topology, what, [], [])
-        wire, self._wire = self._wire, None
+        wire = self._wire
+        self._wire = None
         if self._topology.num_shards == 1:
             pending = Pending(self._topology, what, [], [wire.mine])
         else:
@@ -109,7 +110,8 @@ class PackedGather(Gather):
                 unpack(row, self._unit.packed_numel, target, part.shard_offset, False, self._form, self._workers)
 
     def _exchange(self, what: str, wire: _Wire) -> Pending:
-        topology, group = self._topology, self._topology.group_of("shard")
+        topology = self._topology
+        group = self._topology.group_of("shard")
         if not sends_directly(group, wire.mine.device):
             return start(topology, what, dist.all_gather_into_tensor, wire.rows.view(-1), wire.mine, among="shard")
         pieces = list(wire.rows)
@@ -151,7 +153,8 @@ class _Wire:
         self.rows = memory[-num_bytes * topology.num_shards :].view(topology.num_shards, num_bytes)
 
     def give_back(self) -> None:
-        slot, self._slot = self._slot, None
+        slot = self._slot
+        self._slot = None
         if self._pool is not None and slot is not None:
             self._pool.give_back(slot)
 
@@ -165,7 +168,8 @@ class Carving:
 
     def take(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """The next part of the buffer, content undefined. The caller ensures that there is room."""
-        start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
+        start = self._used_bytes
+        num_bytes = math.prod(shape) * dtype.itemsize
         self._used_bytes += round_up(num_bytes, CARVED_ALIGN)
         taken = self._buffer[start : start + num_bytes].view(dtype)
         return taken.view(shape) if len(shape) > 1 else taken
@@ -176,7 +180,8 @@ CARVED_ALIGN = 64  # bytes
 
 def packed_reduction_bytes(topology: Topology, column_bytes: int, column_numel: int) -> int:
     """Most bytes that `start_packed_reduction` carves for columns of so many bytes and elements."""
-    across, within = topology.across, topology.within
+    across = topology.across
+    within = topology.within
     if across is None or within is None:
         return _exchange_bytes(topology.num_shards, column_numel)
     rows = round_up(column_bytes * topology.num_shards, CARVED_ALIGN)
@@ -198,7 +203,8 @@ def start_packed_reduction(
         number: names the purpose, as in `swap_rows` (collectives.py).
         carving: gives `packed_reduction_bytes`, which the reduction uses until it has ended.
     """
-    across, within = topology.across, topology.within
+    across = topology.across
+    within = topology.within
     if across is None or within is None:
         whole = _PackedExchange(topology, columns.view(topology.num_shards, -1), what, "shard", number, carving)
         return whole.pending, whole.sum

@@ -79,7 +79,8 @@ def largest_buffer(unit: Unit, topology: Topology, limit_numel: int, is_gpu: boo
     With several shards it is the bucket, and the columns that come from other ranks: on an accelerator their sum alone; as
     blocks what is sent and received, and the sum. An all-reduce is done in place.
     """
-    num_shards, shares = topology.num_shards, sum(shard.shard_numel for shard in unit.shards)
+    num_shards = topology.num_shards
+    shares = sum(shard.shard_numel for shard in unit.shards)
     numel = min(shares, max(1, limit_numel // num_shards))
     column = numel * max(shard.reduce_dtype.itemsize for shard in unit.shards)
     if num_shards == 1:
@@ -132,7 +133,8 @@ def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: i
             start = stop
             if filled == room:
                 yield Bucket(unit, dtype, tuple(ranges), filled, num_shards)
-                ranges, filled = [], 0
+                ranges = []
+                filled = 0
     if ranges:
         yield Bucket(unit, dtype, tuple(ranges), filled, num_shards)
 
@@ -224,7 +226,8 @@ class Reducer:
             self._start(what, bucket, grads)
 
     def _start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
-        start_ns, slot = time.monotonic_ns(), self._take()
+        start_ns = time.monotonic_ns()
+        slot = self._take()
         carving = Carving(slot.tensor)
         filled = carving.take(bucket.dtype, bucket.num_columns * bucket.column_numel)
         columns = bucket.split(filled.view(bucket.num_columns, -1))
@@ -280,7 +283,8 @@ class Reducer:
         self, what: str, carving: Carving, bucket: Bucket, filled: torch.Tensor
     ) -> tuple[Pending, Callable[[], torch.Tensor]]:
         """Starts the call for a filled bucket; returns `pending` and `column` of a Reduction."""
-        topology, numel = self._topology, bucket.column_numel
+        topology = self._topology
+        numel = bucket.column_numel
         if topology.num_shards == 1:
             return start(topology, what, dist.all_reduce, filled), lambda: filled
         if topology.packs_reductions:

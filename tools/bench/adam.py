@@ -142,7 +142,10 @@ ROWS = (
 # The last three are programs that are asked line by line (witnesses.py). A row is limited by the slower of the last two.
 
 PASSES = 5
-_LR, _DECAY, _BETAS, _EPS = 1e-4, 0.01, (0.9, 0.999), 1e-8
+_LR = 1e-4
+_DECAY = 0.01
+_BETAS = (0.9, 0.999)
+_EPS = 1e-8
 
 
 def _arrays(*wanted: tuple[int, torch.dtype]) -> list[torch.Tensor]:
@@ -183,7 +186,8 @@ def _our_step(row: AdamRow, parts: StepParts, workers: Workers) -> None:
 
 
 def _torch_step(row: AdamRow, parts: StepParts) -> Callable[[], object]:
-    low, grad = parts.weight, parts.grad
+    low = parts.weight
+    grad = parts.grad
     assert low is not None
     param = torch.nn.Parameter(low if parts.master is None else parts.master)
     param.grad = _arrays((grad.numel(), torch.float32))[0] if row.kind == "whole" else grad
@@ -235,12 +239,16 @@ def _timers(
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 _UNIT = 1024  # the yardstick takes multiples of it
-_HELD_BYTES, _HELD_BY_YARDSTICK, _HELD_BY_PEER = 18 + 4, 18, 20  # per parameter, in the largest row; ours and torch's
+# per parameter, in the largest row; ours and torch's
+_HELD_BYTES = 18 + 4
+_HELD_BY_YARDSTICK = 18
+_HELD_BY_PEER = 20
 
 
 def bench_adam(options: AdamBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
-    chosen, numel = chosen_rows(options), options.num_params // _UNIT * _UNIT
+    chosen = chosen_rows(options)
+    numel = options.num_params // _UNIT * _UNIT
     held = _HELD_BYTES + _HELD_BY_YARDSTICK * bool(options.yardstick) + _HELD_BY_PEER * bool(options.peer_python)
     said = f"--params {options.num_params} takes up to {format_bytes(numel * held)} at once"
     check_memory(numel * held, said, "ask for fewer")

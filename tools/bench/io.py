@@ -69,7 +69,8 @@ def bench_io(options: IoBenchOptions, console: Console) -> int:
 
 def _without_small_disks(options: IoBenchOptions, console: Console) -> IoBenchOptions:
     """The options without the folders that have no room, each named, where another has; folders in memory are named too."""
-    file_bytes, large = sum(size for _, size in _room(options)), []
+    file_bytes = sum(size for _, size in _room(options))
+    large = []
     for path in options.paths:
         if (kind := memory_backed(path)) is not None:
             console.print(f"{path} lies in memory ({kind}): its figures are not a disk's")
@@ -86,7 +87,8 @@ def measure(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Every setting in every loop; rows and notes. Nothing is left on the paths, however it ends."""
     with contextlib.ExitStack() as closing:
-        num_ranks, sustained = max(options.ranks), _sustained_bytes(options)
+        num_ranks = max(options.ranks)
+        sustained = _sustained_bytes(options)
         files = closing.enter_context(BenchFiles(options.paths, num_ranks, options.size_bytes, sustained))
         ranks = closing.enter_context(Ranks(num_ranks, options.paths))
         program = shutil.which("fio") if options.has_fio else None
@@ -98,7 +100,8 @@ def measure(
             judges["peer"] = closing.enter_context(peer_witness(options.peer_python, files, options.sync))
         if program:
             judges["fio"] = FioWitness(program, files, options.sync)
-        witnesses, absent = list(judges.values()), Witness("none")
+        witnesses = list(judges.values())
+        absent = Witness("none")
         with _progress(count_passes(settings, options.loops, witnesses), console) as told:
             told("writing the files once")
             _fill(options, files, ranks)
@@ -161,9 +164,15 @@ def settings_of(options: IoBenchOptions) -> list[Setting]:
     everywhere = [("all", tuple(range(len(places))))] if len(places) > 1 else []
     found = []
     for mode, (path, where) in itertools.product(options.modes, [*places, *everywhere]):
-        sizes, depths, ranks, engines = options.blocks, options.depths, options.ranks, options.engines
+        sizes = options.blocks
+        depths = options.depths
+        ranks = options.ranks
+        engines = options.engines
         if mode == "sustained":
-            sizes, depths, ranks, engines = [max(sizes)], [max(depths)], [1], engines[:1]
+            sizes = [max(sizes)]
+            depths = [max(depths)]
+            ranks = [1]
+            engines = engines[:1]
         elif mode == "random":
             sizes = [options.random_block_bytes]
         found += [

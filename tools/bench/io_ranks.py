@@ -344,10 +344,12 @@ def _open(job: RankJob, file: str, closing: contextlib.ExitStack) -> int:
 
 def _measure(several: list[Passes], job: RankJob) -> RankOutcome:
     """Moves the job's bytes on all files at once; each takes what it can of them."""
-    quota, mode = Quota(job.num_bytes), job.setting.mode
+    quota = Quota(job.num_bytes)
+    mode = job.setting.mode
     if mode == "sustained":
         ahead = len(several) * memory_bytes(job.io)
-        quota, mode = _Metered(job.num_bytes, job.seconds, ahead), "write"
+        quota = _Metered(job.num_bytes, job.seconds, ahead)
+        mode = "write"
 
     def run(number: int) -> Pass:
         return several[number].run(mode, quota, job.sync, job.seed + number)
@@ -410,11 +412,13 @@ class _Gauge:
         self._queues = queues
         self._latencies, self._counters = self._look()
         self._kernel = kernel_counts()
-        self._usage, self._start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+        self._usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._start_s = time.monotonic()
 
     def outcome(self, moved: IoCounts) -> RankOutcome:
         """What was read and written from then to now, and at what cost."""
-        end_s, usage = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+        end_s = time.monotonic()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
         kernel = kernel_counts().since(self._kernel)
         latencies, counters = self._look()
         pairs = list(zip(self._counters, counters, strict=True))

@@ -82,7 +82,8 @@ class MeasuredRow:
 
 def row_of(measured: MeasuredRow) -> Row:
     """The row as JSON takes it."""
-    row, rates = dict.fromkeys(CSV_COLUMNS) | measured.setting._asdict(), measured.gbps()
+    row = dict.fromkeys(CSV_COLUMNS) | measured.setting._asdict()
+    rates = measured.gbps()
     del row["places"]
     row |= {"is_direct": measured.is_direct, "error": measured.error}
     if not rates:
@@ -198,14 +199,17 @@ def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) ->
     panels = panels_of(rows)
     lines = _lines(panels)
     num_columns = max(map(len, lines))
-    width, height = 3.6, 2.7  # inches of a panel
+    # inches of a panel
+    width = 3.6
+    height = 2.7
     columns = int(150 * max(2, num_columns) / _MOST_COLUMNS)  # characters of the caption
     folded = [part for line in caption.splitlines() for part in textwrap.wrap(line, columns)]
     size = width * max(2, num_columns), height * len(lines) + 0.5 + 0.16 * len(folded)
     figure = pyplot.figure(figsize=size, layout="constrained")
     grid = figure.add_gridspec(len(lines), num_columns)
     for title, place in ((title, grid[y, x]) for y, line in enumerate(lines) for x, title in enumerate(line)):
-        ax, mode = figure.add_subplot(place, title=title), panels[title][0]["mode"]
+        ax = figure.add_subplot(place, title=title)
+        mode = panels[title][0]["mode"]
         if mode == "sustained":
             _draw_series(ax, panels[title])
         else:
@@ -288,7 +292,8 @@ CSV_COLUMNS = (
     *("peer_gbps", "peer_fraction", "user_us_per_block", "engine_used", "is_direct", "error"),
 )
 _MOST_FRACTION = 1.02
-_TOLERANCE, _SLACK = 0.01, IoCounts(1 << 20, 1 << 20)
+_TOLERANCE = 0.01
+_SLACK = IoCounts(1 << 20, 1 << 20)
 
 
 def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]:

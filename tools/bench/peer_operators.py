@@ -69,12 +69,14 @@ class Aio:
         handle = self._operator.aio_handle(block_bytes, depth, False, True, 1)
         move = handle.sync_pread if command == "read" else handle.sync_pwrite
         buffer = self._locked(handle, min(num_bytes, _MOST_BYTES))
-        before, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        start = time.monotonic()
         for offset in range(0, num_bytes, _MOST_BYTES):
             part = buffer[: min(_MOST_BYTES, num_bytes - offset)]
             if move(part, self._file, offset) != 1:
                 raise OSError(f"aio_handle did not {command} {part.numel()} bytes at offset {offset}")
-        seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF)
+        seconds = time.monotonic() - start
+        after = resource.getrusage(resource.RUSAGE_SELF)
         return f"{seconds:.9f} {after.ru_utime - before.ru_utime:.6f} {after.ru_stime - before.ru_stime:.6f}"
 
     def _locked(self, handle: Any, num_bytes: int) -> Any:
@@ -94,7 +96,8 @@ class Aio:
 # Arrays lie in huge pages, an odd number of pages apart, as those of the other contestants.
 
 _PAGE_BYTES = 4096
-SCALE, MAX_NORM = 1024.0, 1.0
+SCALE = 1024.0
+MAX_NORM = 1.0
 
 
 class PeerAdam:

@@ -263,7 +263,8 @@ def _endurance(model: SteppedModel, options: StepBenchOptions) -> list[str]:
 
 def _check_room(options: StepBenchOptions, cases: Sequence[Case]) -> None:
     """Sees that memory and paths hold all models at once. Raises ValueError or OSError with the arithmetic."""
-    size, itemsize = options.num_params, DTYPES[options.precision].itemsize
+    size = options.num_params
+    itemsize = DTYPES[options.precision].itemsize
     others = 2 * size * itemsize
     sizes = [(state_bytes_of(size, options.precision, case.preset), case.resident_bytes) for case in cases]
     needed = size * itemsize + sum(min(resident, states) + others * options.only_states for states, resident in sizes)

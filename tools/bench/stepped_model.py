@@ -157,7 +157,8 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
             "engine": self._shards.store.stats().engine,
             "bytes_under_way": bytes_under_way(),
         }
-        params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
+        params = sum(tile.slice_bytes for tile in tiles)
+        grads = sum(tile.grad_bytes for tile in tiles)
         read_params = sum(tile.slice_bytes for tile in tiles if tile.layout.reads_weight)
         self.memory_bytes = 2 * state_bytes + params + read_params + grads  # read and written in memory, in one pass
         streamed = state_bytes - resident_bytes
@@ -173,7 +174,8 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         recorder = self._shards.store.recorder
         self._shards.switch_pipeline(*pipelining)
         recorder.forget()
-        before, kernel_before = self._counts(), kernel_counts()
+        before = self._counts()
+        kernel_before = kernel_counts()
         start_ns = time.monotonic_ns()
         self._optimizer.step()
         end_ns = time.monotonic_ns()
@@ -307,7 +309,8 @@ def ceiling(
 
 def memory_rate() -> float:
     """Bytes per second that memory takes when one vector is added to another in place, all threads; the best of a few."""
-    a, b = torch.zeros(_STREAM_NUMEL), torch.ones(_STREAM_NUMEL)
+    a = torch.zeros(_STREAM_NUMEL)
+    b = torch.ones(_STREAM_NUMEL)
     return 3 * a.nbytes / min(timeit.repeat(lambda: a.add_(b), number=1, repeat=5))
 
 
@@ -323,7 +326,9 @@ _LANES = ("read", "compute", "write")
 _PREFIX = "gradients of "  # of a tile whose other bytes were read before the step
 _MAGNIFIED_TILES = 24
 _COLOURS = "viridis"
-_READ_COLOUR, _WRITE_COLOUR, _GREY = "#2a788e", "#e07b39", "#666666"
+_READ_COLOUR = "#2a788e"
+_WRITE_COLOUR = "#e07b39"
+_GREY = "#666666"
 
 
 def draw_tiles(

@@ -157,7 +157,9 @@ KEEP_BYTES = 1 << 30
 """Free bytes at the heap's end that are kept."""
 
 _MAP_FROM_BYTES_BUILDING = 256 << 10
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+# malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 @contextlib.contextmanager
@@ -444,7 +446,8 @@ class _Watch(Outcome):
 
     def _conclude(self) -> None:
         """Notes what is known once the child has ended."""
-        self.charge, code = self._limit.charge(in_full=True), self._child.returncode
+        self.charge = self._limit.charge(in_full=True)
+        code = self._child.returncode
         if self.is_interrupted and code == -signal.SIGINT:  # before it handled Ctrl-C, or after its last word
             code = 0
         self.exit_code = 128 - code if code < 0 else code

@@ -24,7 +24,9 @@ from tiermem.tools.words import Mistake, folders, format_bytes, options_of, read
 
 Config = dict[str, Any]
 
-DEFAULT_STEPS, DEFAULT_SEQ, DEFAULT_SEED = 10, 128, 0
+DEFAULT_STEPS = 10
+DEFAULT_SEQ = 128
+DEFAULT_SEED = 0
 CLIPPING = 1.0
 DEFAULT_LR = 1e-4
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -32,9 +34,12 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Config:
     """AdamW with clipping; parameters and optimizer states at home on `offload`, on NVMe at `nvme_paths`. Raises ValueError."""
-    offload, precision, compute = options.offload or "nvme", options.precision or "auto", options.compute
+    offload = options.offload or "nvme"
+    precision = options.precision or "auto"
+    compute = options.compute
     if precision == "auto":
-        precision, compute = "bf16", compute or "auto"
+        precision = "bf16"
+        compute = compute or "auto"
     if options.resident_bytes and offload != "nvme":
         said = f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is"
         raise Mistake(said, {"--resident": ""})
@@ -272,7 +277,8 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
     check_shape(shape)
     if options.save is not None:
         probe_path(_existing(options.save.absolute()))
-    batch, seq = options.batch or 1, options.seq or DEFAULT_SEQ
+    batch = options.batch or 1
+    seq = options.seq or DEFAULT_SEQ
     config, own = _config(options, resumed, folder, batch)
     if resumed is not None:
         config = _with_kept(config, resumed)
@@ -341,7 +347,8 @@ def _with_kept(config: Config, resumed: Resumed) -> Config:
 
 def _config(options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int) -> tuple[Config, Config | None]:
     """The config, and the config again if it was given and not made here."""
-    tuned, said = _with_tuned({}, options.tuned), options_of(options)
+    tuned = _with_tuned({}, options.tuned)
+    said = options_of(options)
     decided = [said[field].name for field in _DECIDED_BY_CONFIG if getattr(options, field) not in (None, ())]
     if options.deepspeed_config is not None:
         given = read_config(options.deepspeed_config, decided, batch)

@@ -90,7 +90,8 @@ def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
         together.setdefault(path.stat().st_dev, []).append(path)
     for on_one in together.values():
         stats = os.statvfs(on_one[0])
-        free, needed = stats.f_bavail * stats.f_frsize, len(on_one) * sum(size for _, size in parts)
+        free = stats.f_bavail * stats.f_frsize
+        needed = len(on_one) * sum(size for _, size in parts)
         if needed <= free:
             continue
         said = " + ".join(f"{format_bytes(size)} for {what}" for what, size in parts if size)
@@ -190,7 +191,8 @@ def device_of(folder: Path) -> int:
 
 
 def _rate(passes: Passes, mode: str, seconds: float) -> float:
-    start, moved = time.monotonic(), 0
+    start = time.monotonic()
+    moved = 0
     while time.monotonic() - start < seconds or not moved:
         done = passes.run(mode)
         moved += done.read_bytes + done.written_bytes

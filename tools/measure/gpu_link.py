@@ -34,7 +34,9 @@ from tiermem.units.state_layout import StateLayout
 
 _COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 MiB
 DIRECTIONS = ("to device", "to host", "both")
-_STEPPED, _LEAST_STEPPED = 1 << 23, 1 << 16  # parameters
+# parameters
+_STEPPED = 1 << 23
+_LEAST_STEPPED = 1 << 16
 _STEPPED_BYTES = 128  # for each: what is stepped, and what its operations take
 _COPIES_AHEAD = 4  # each way: the link is busy while the CPU works
 
@@ -115,7 +117,8 @@ def measure_memory(device: torch.device) -> float | None:
     weight = torch.zeros(numel, dtype=torch.bfloat16, device=device)
     master, *moments = (torch.zeros(numel, device=device) for _ in range(3))
     parts = StepParts(weight, master, torch.full_like(weight, 1e-3), moments)
-    times, step = [], kernels_of(device).step
+    times = []
+    step = kernels_of(device).step
     for _ in range(5):
         start = time.monotonic()
         step(StepRule("adamw", 1e-3, 1.0, beta1=0.9, beta2=0.999, eps=1e-8), parts)
@@ -145,7 +148,8 @@ def measure_beside_copies(
         work: blocks; called again and again. `work_bytes` is what it reads and writes.
     """
     num_bytes = min(num_bytes, free_and_total(device)[0] // 4)
-    down, up = new_stream(device), new_stream(device)
+    down = new_stream(device)
+    up = new_stream(device)
     under_way = deque[torch.Event]()
     with _pinned(device, num_bytes) as (here, _):
         there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -158,7 +162,8 @@ def measure_beside_copies(
             up.wait_stream(down)
             under_way.append(record(up))
 
-        start, moved = time.monotonic(), 0
+        start = time.monotonic()
+        moved = 0
         while (elapsed := time.monotonic() - start) < least_s or not moved:
             while len(under_way) < _COPIES_AHEAD:
                 copy()
@@ -173,7 +178,8 @@ def measure_beside_copies(
 
 def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> dict[str, Any]:
     """Seconds to register and to give back a piece of host memory; medians of three."""
-    times, is_pinned = [], True
+    times = []
+    is_pinned = True
     for _ in range(3):
         memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -239,7 +239,8 @@ def parse_tbw(text: str) -> int:
 
 
 def _sentence(what: str, each: WrittenOnPath, num_steps: int, seconds: float, tbw_bytes: int | None) -> str:
-    written, since_made = each.written_bytes, each.since_made_bytes
+    written = each.written_bytes
+    since_made = each.since_made_bytes
     said = f"{what}: {_gigabytes(written)} in this run"
     if num_steps and written:
         said += f", {_gigabytes(written / num_steps)} per step"

@@ -64,7 +64,8 @@ _MOST_READ_BYTES = 2 << 30
 
 def has_plateau(rates: Sequence[float]) -> bool:
     """Whether the rates have dropped and stay where they are."""
-    knee, last = find_knee(rates), rates[-_PLATEAU_POINTS:]
+    knee = find_knee(rates)
+    last = rates[-_PLATEAU_POINTS:]
     if knee is None or len(rates) - knee.num_before < _PLATEAU_POINTS:
         return False
     return statistics.pstdev(last) <= _MOST_SPREAD * statistics.fmean(last)

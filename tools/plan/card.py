@@ -91,7 +91,8 @@ def say_placement(
 
     given: the policy before the choice; policy, plan: after it.
     """
-    units, budget = plan.division.units, card.budget(activations, policy.activations)
+    units = plan.division.units
+    budget = card.budget(activations, policy.activations)
     stay = f"{sum(unit.is_resident for unit in units)} of {len(units)} units stay on the GPU"
     takes = f"the plan takes {format_bytes(plan.device_bytes)}: {stay}"
     if given.device_bytes is not None:
@@ -134,7 +135,8 @@ def recomputes(kept: Tried | None, again: Tried | None) -> tuple[bool, str | Non
     """
     if kept is None or again is None:
         return kept is None and again is not None, NO_OTHER_WAY if again is not None else None
-    kept_s, again_s = kept[1].total_s, again[1].total_s
+    kept_s = kept[1].total_s
+    again_s = again[1].total_s
     stay, more = (sum(unit.is_resident for unit in plan.division.units) for plan, _ in (kept, again))
     keeps_more = bool(again[0].on_device) and more > stay
     is_better = kept_s * LEAST_FAR_GAIN >= again_s if keeps_more else again_s * LEAST_FAR_GAIN < kept_s
@@ -234,10 +236,12 @@ def choose_config(
     the arithmetic, where a card has no room for the smallest plan beside activations and the config names no `device_bytes`.
     """
     loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
-    policy, card = loaded.policy(), room.card
+    policy = loaded.policy()
+    card = room.card
     if card is None and (policy.host_bytes is None or speed is None):
         return Chosen(config, None, [], None)
-    model, ranks = meta_model(shape, loaded.precision), (room.num_ranks, room.ranks_on_node)
+    model = meta_model(shape, loaded.precision)
+    ranks = (room.num_ranks, room.ranks_on_node)
     topology = plan_topology(room.num_ranks, policy, room.ranks_on_node)
     device_bytes = None if card is None else card.room_bytes
     placements = activations.placements(policy, device_bytes, room.host_bytes, room.ranks_on_node)
@@ -250,7 +254,9 @@ def choose_config(
             more: dict[str, Any] = {"placements": placements, "input_bytes": activations.input_bytes}
             num_micro = loaded.batch(room.num_ranks).accumulation
             choice = choose(model, policy, speed[1], speed[0], *ranks, card is not None, num_micro, **more)
-            chosen, plan, how = choice.policy, choice.chosen.plan, str(choice)
+            chosen = choice.policy
+            plan = choice.chosen.plan
+            how = str(choice)
             tried = plan, choice.chosen.forecast
     except ValueError:
         if card is not None and policy.device_bytes is None:

@@ -42,7 +42,8 @@ from tiermem.tools.presets import ModelShape, preset, shape_of
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import Mistake, format_bytes
 
-EXIT_FITS, EXIT_TOO_SMALL = 0, 1
+EXIT_FITS = 0
+EXIT_TOO_SMALL = 1
 _DISK_THERE = Path("/mnt/nvme0")
 
 
@@ -60,7 +61,8 @@ def plan(options: PlanOptions, console: Console) -> int:
     with console.status("measuring this machine"):
         scenario, sources = scenario_of(options)
     planned = plan_open(scenario, options.is_checkpointing)
-    advice, overlaps = advise(planned), overlaps_of(planned)
+    advice = advise(planned)
+    overlaps = overlaps_of(planned)
     print_plan(planned, advice, overlaps, sources, console)
     options.save_json(plan_figures(planned, advice, overlaps, sources))
     return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
@@ -68,7 +70,8 @@ def plan(options: PlanOptions, console: Console) -> int:
 
 def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     """What the options describe, and a line on each rate. Measures what is of this machine and not given: blocks for that."""
-    shape, config = _shape(options), _config(options)
+    shape = _shape(options)
+    config = _config(options)
     if options.flops is None and options.gpu_bytes is None:  # measured here, in the dtype that is best here
         config, _ = settle_compute(config, shape)
     card = Card.here(find_device()) if options.gpu_bytes is None else Card.elsewhere(options.gpu_bytes)
@@ -116,7 +119,8 @@ def print_plan(
     """Tiers, edges, phases, whether it fits, and what to change."""
     cluster = planned.scenario.cluster
     ranks = f"{cluster.num_ranks} rank{'s' * (cluster.num_ranks > 1)}"
-    where, num_micro = "GPUs" if cluster.gpu_bytes is not None else "CPUs", planned.batch.accumulation
+    where = "GPUs" if cluster.gpu_bytes is not None else "CPUs"
+    num_micro = planned.batch.accumulation
     console.print(
         f"{planned.num_params:,} parameters on {ranks}: {cluster.num_nodes} x {cluster.ranks_per_node}, maths on {where}; "
         f"{planned.batch.micro} x {planned.scenario.seq} tokens, {num_micro} micro-batch{'es' * (num_micro > 1)} a step"
@@ -180,7 +184,8 @@ def plan_figures(
 
 def _said(planned: Planned) -> list[str]:
     """What was chosen for a GPU, and whether blocks are recomputed, and why."""
-    cluster, said = planned.scenario.cluster, [planned.recomputation] if planned.recomputation else []
+    cluster = planned.scenario.cluster
+    said = [planned.recomputation] if planned.recomputation else []
     if cluster.gpu_bytes is None:
         return said
     card = Card(cluster.gpu_bytes, cluster.gpu_others)
@@ -356,7 +361,8 @@ def _together(planned: Planned) -> Advice | None:
 
 def _candidates(planned: Planned) -> Iterator[Candidate]:
     """Every change that says something for this scenario, what costs least first."""
-    scenario, policy = planned.scenario, planned.policy
+    scenario = planned.scenario
+    policy = planned.policy
     own = scenario.config.get("tiermem", {})
     if "host_bytes" in own:
         yield _key("leave tiermem.host_bytes to the plan", None, "tiermem", "host_bytes")
@@ -377,7 +383,8 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         yield _key(words, "none", "tiermem", "durability")
     if not scenario.is_checkpointing:
         yield Candidate("activation checkpointing (--checkpointing)", lambda s: s.recomputing)
-    micro, accumulation = planned.batch.micro, planned.batch.accumulation
+    micro = planned.batch.micro
+    accumulation = planned.batch.accumulation
     if micro > 1:
         yield Candidate(
             f"half the micro-batch ({micro // 2}), twice the accumulation",
@@ -433,7 +440,8 @@ def _half_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
 
 
 def _twice_the_disks(scenario: Scenario) -> Scenario:
-    rates, cluster = scenario.rates, scenario.cluster
+    rates = scenario.rates
+    cluster = scenario.cluster
     doubled = dataclasses.replace(
         rates, disk_read_bytes_s=2 * rates.disk_read_bytes_s, disk_write_bytes_s=2 * rates.disk_write_bytes_s
     )

@@ -115,9 +115,11 @@ def check_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Budget | None:
     budget = budget_of(job, job.memory_limit_bytes, resident_bytes, is_gpu)
     if fits_budget(job, budget, is_gpu):
         return budget
-    small, enough = job.memory_limit_bytes, 2 * job.memory_limit_bytes
+    small = job.memory_limit_bytes
+    enough = 2 * job.memory_limit_bytes
     while not fits_budget(job, budget_of(job, enough, resident_bytes, is_gpu), is_gpu):
-        small, enough = enough, 2 * enough
+        small = enough
+        enough = 2 * enough
         if enough > _NO_CAP_BYTES:  # something else is wrong: the start says what
             return budget
     while enough - small > _CAP_STEP_BYTES:
@@ -181,7 +183,8 @@ class ActivationBytes(NamedTuple):
     @staticmethod
     def of(job: Job, is_gpu: bool) -> ActivationBytes:
         """Those of a run. Raises ValueError for a shape that lacks a size."""
-        sizes, kept = ModelSizes.of(job.shape), bool(job.is_checkpointing) or job.at_once is not None
+        sizes = ModelSizes.of(job.shape)
+        kept = bool(job.is_checkpointing) or job.at_once is not None
         return ActivationBytes(sizes, job.batch * job.seq, job.precision, job.compute, kept, is_gpu, job.at_once)
 
     @property
@@ -204,8 +207,11 @@ class ActivationBytes(NamedTuple):
 
     def rows(self, home: Tier | None = None) -> list[Row]:
         """The rows of a forward and backward at their peak, on the tier where the maths runs; home: see `moves_inputs`."""
-        sizes, num_tokens, tier = self.sizes, self.num_tokens, Tier.DEVICE if self.is_gpu else Tier.HOST
-        element, at_rest = DTYPES[self.compute].itemsize, DTYPES[self.precision].itemsize
+        sizes = self.sizes
+        num_tokens = self.num_tokens
+        tier = Tier.DEVICE if self.is_gpu else Tier.HOST
+        element = DTYPES[self.compute].itemsize
+        at_rest = DTYPES[self.precision].itemsize
         saved = saved_bytes_per_token(sizes, self.compute)
         block = num_tokens * saved
         if self.is_checkpointing:
@@ -218,7 +224,8 @@ class ActivationBytes(NamedTuple):
             kept_why = f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
         working = 2 * block if self.is_checkpointing else block
         logits, loss_why = self._loss()
-        of_block, of_largest = sizes.block_numel * at_rest, sizes.unit_numel * at_rest
+        of_block = sizes.block_numel * at_rest
+        of_largest = sizes.unit_numel * at_rest
         terms = [("activations", kept, kept_why)]
         if self.is_gpu:  # whose allocator gives the memory of the one peak to the other
             peaks = {"one block": working + of_block, "logits and loss": logits + of_largest}
@@ -270,7 +277,9 @@ class ActivationBytes(NamedTuple):
 
     def _loss(self) -> tuple[int, str]:
         """Bytes of logits and loss, and the reason."""
-        sizes, num_tokens, element = self.sizes, self.num_tokens, DTYPES[self.compute].itemsize
+        sizes = self.sizes
+        num_tokens = self.num_tokens
+        element = DTYPES[self.compute].itemsize
         if not has_chunked_loss(sizes, num_tokens):
             why = f"{num_tokens} x {sizes.vocabulary}: in {self.compute}, float, softmax, gradient"
             return num_tokens * sizes.vocabulary * (2 * element + 12), why
@@ -364,7 +373,8 @@ class Scenario:
     def activations_of(self, num_tokens: int, at_once: int | None) -> ActivationBytes:
         """The activations of a micro-batch of so many tokens; at_once: see Activations. Raises ValueError for a shape that
         lacks a size."""
-        sizes, is_gpu = ModelSizes.of(self.shape), self.cluster.gpu_bytes is not None
+        sizes = ModelSizes.of(self.shape)
+        is_gpu = self.cluster.gpu_bytes is not None
         precision = resolve_auto(load_config(self.config), sizes.hidden).precision
         compute = compute_of(self.config, precision)
         is_checkpointing = self.is_checkpointing or at_once is not None
@@ -439,7 +449,8 @@ class Planned:
     @property
     def problems(self) -> list[PlanProblem]:
         """The tiers that are too small; empty when it fits."""
-        cluster, found = self.scenario.cluster, []
+        cluster = self.scenario.cluster
+        found = []
         for tier, limit_bytes in cluster.limits.items():
             needed_bytes = self.tier_bytes(tier) * (1 if tier is Tier.DEVICE else cluster.ranks_per_node)
             if limit_bytes and needed_bytes > limit_bytes:
@@ -454,7 +465,8 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     a real start would refuse too.
     """
     planned = _planned(scenario, chooses)
-    plan, most_bytes = planned.plan, planned.policy.disk_bytes
+    plan = planned.plan
+    most_bytes = planned.policy.disk_bytes
     is_full = any(problem.where == PLACES[Tier.NVME] for problem in planned.problems)
     if plan.attempt_disk_bytes and (is_full or (most_bytes is not None and plan.disk_bytes > most_bytes)):
         return _planned(scenario, chooses, overlap="forward")
@@ -467,17 +479,23 @@ def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
     model = meta_model(scenario.shape, loaded.precision)
     batch = loaded.batch(cluster.num_ranks)
     is_gpu = cluster.gpu_bytes is not None
-    num_tokens, policy, is_host_open = batch.micro * scenario.seq, loaded.policy(**fields), False
+    num_tokens = batch.micro * scenario.seq
+    policy = loaded.policy(**fields)
+    is_host_open = False
     activations = scenario.activations_of(num_tokens, batch.accumulation if policy.accumulation == "layers" else None)
     if policy.host_bytes is None and cluster.host_bytes is not None:  # the store has what a node's memory leaves
         outside = [INTERPRETER, *activations.rows(policy.activations)]
         outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
         left = cluster.host_bytes - outside_bytes * cluster.ranks_per_node
-        policy, is_host_open = dataclasses.replace(policy, host_bytes=max(1, left)), True
+        policy = dataclasses.replace(policy, host_bytes=max(1, left))
+        is_host_open = True
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
-    choice, num_ranks, per_node = None, cluster.num_ranks, cluster.ranks_per_node
+    choice = None
+    num_ranks = cluster.num_ranks
+    per_node = cluster.ranks_per_node
     open_bytes = policy.host_bytes if is_host_open else None
-    given, card_bytes = policy, cluster.gpu_bytes
+    given = policy
+    card_bytes = cluster.gpu_bytes
     if card_bytes is not None:
         card_bytes = max(1, card_bytes - sum(row.num_bytes for row in cluster.gpu_others))
     placements = activations.placements(policy, card_bytes, open_bytes, per_node)
@@ -488,7 +506,8 @@ def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
             choice = choose(
                 model, policy, scenario.rates, compute, num_ranks, per_node, is_gpu, batch.accumulation, **more
             )
-            policy, plan = choice.policy, choice.chosen.plan
+            policy = choice.policy
+            plan = choice.chosen.plan
         else:
             policy, plan = placed(model, policy, placements, topology, is_gpu, per_node)
     except ValueError:  # not even the rule's plan fits
@@ -509,8 +528,10 @@ def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
 
 def overlaps_of(planned: Planned) -> dict[str, Overlapped]:
     """The scenario with each `overlap` that changes a step of it, the first is "none". Otherwise it is planned alike."""
-    scenario, found = planned.scenario, dict[str, Overlapped]()
-    cluster, batch = scenario.cluster, planned.batch
+    scenario = planned.scenario
+    found = dict[str, Overlapped]()
+    cluster = scenario.cluster
+    batch = planned.batch
     is_gpu = cluster.gpu_bytes is not None
     model = meta_model(scenario.shape, resolve_auto(load_config(scenario.config), 1).precision)
     for overlap in ("none", "forward", "backward"):
@@ -529,7 +550,8 @@ def overlaps_of(planned: Planned) -> dict[str, Overlapped]:
 
 
 def _forecast(scenario: Scenario, model: nn.Module, plan: Plan, policy: OffloadPolicy, batch: BatchSizes) -> Forecast:
-    cluster, num_tokens = scenario.cluster, batch.micro * scenario.seq
+    cluster = scenario.cluster
+    num_tokens = batch.micro * scenario.seq
     at_once = batch.accumulation if policy.accumulation == "layers" else None
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
     return forecast_step(

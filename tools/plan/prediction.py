@@ -110,7 +110,8 @@ def _set_training(model: Any, is_checkpointing: bool) -> None:
 # The copies' weights are noise; gradients are dropped as they appear. The CPU's way below uses the library's recorder; on
 # a GPU the recorder has the times of submission, not of execution.
 
-_FEW, _MORE = 1, 3
+_FEW = 1
+_MORE = 3
 _NUM_TIMED_COPIES = 3
 
 
@@ -181,13 +182,17 @@ def _drop(param: torch.Tensor) -> None:
 # Its memory is that of the run with few blocks. On a machine that does other things the figures are of what is left of
 # it.
 
-_LAYERS, _FEWEST_LAYERS = 6, 3  # more than a processor's cache holds the activations of, as in the run
+# more than a processor's cache holds the activations of, as in the run
+_LAYERS = 6
+_FEWEST_LAYERS = 3
 _MANY_BLOCK_NUMEL = 1 << 26  # of blocks as large as this, few do
 _USUAL_ROOM_BYTES = 64 << 20  # of weights on their way home while the copy is built
-_NUM_WARM_UP, _NUM_TIMED = 1, 4
+_NUM_WARM_UP = 1
+_NUM_TIMED = 4
 _KERNEL_BYTES = 28  # of memory traffic per parameter: 12 of states both ways, weight and gradient
 _KERNEL_ROOM_BYTES = 16  # of memory per parameter that is stepped to measure
-_KERNEL_NUMEL, _LEAST_KERNEL_NUMEL = 1 << 24, 1 << 20
+_KERNEL_NUMEL = 1 << 24
+_LEAST_KERNEL_NUMEL = 1 << 20
 _SUMMED_BYTES = 32 << 20
 _GPU_USE_S = 150e-6
 
@@ -247,7 +252,8 @@ def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool, compute: str
     """Memory that the copy takes beside its activations and gradients in autograd. Raises ValueError for a shape without
     sizes."""
     sizes = ModelSizes.of(shape)
-    rest, wide = DTYPES[precision].itemsize, DTYPES[compute or precision].itemsize
+    rest = DTYPES[precision].itemsize
+    wide = DTYPES[compute or precision].itemsize
     buffers = 2 * sizes.unit_numel * (rest + wide)  # two units, and gradients of two
     layers = _num_layers(shape) * sizes.block_numel + 2 * sizes.vocabulary * sizes.hidden
     return buffers + (0 if is_on_disk else 2 * layers * rest) + _USUAL_ROOM_BYTES
@@ -435,7 +441,8 @@ def warn_of_disk(job: Job, measured: MeasuredRates | str, predicted_s: float) ->
     scenario = Scenario(job.shape, config, cluster, rates, compute, job.seq, bool(job.is_checkpointing))
     try:
         planned = plan_scenario(scenario, chooses=False)
-        needed_bytes, other_s = planned.tier_bytes(Tier.HOST), planned.forecast.total_s
+        needed_bytes = planned.tier_bytes(Tier.HOST)
+        other_s = planned.forecast.total_s
     except ValueError:
         return None  # what this config asks for needs the disk
     if predicted_s < _ABSURD * other_s or needed_bytes > available_bytes():
@@ -516,8 +523,10 @@ def predict(
     if isinstance(measured, str):
         return {"not_made": measured}
     compute, rates = measured
-    is_gpu, plan = is_accelerator(engine.shards.device), engine.shards.plan
-    of_job, num_micro = ActivationBytes.of(job, is_gpu), engine.gradient_accumulation_steps()
+    is_gpu = is_accelerator(engine.shards.device)
+    plan = engine.shards.plan
+    of_job = ActivationBytes.of(job, is_gpu)
+    num_micro = engine.gradient_accumulation_steps()
     forecast = forecast_shards(engine.shards, compute, rates, num_micro, of_job.input_bytes)
     activations = sum(row.num_bytes for row in of_job.rows(engine.shards.policy.activations))
     # whether steps write beside what a checkpoint holds; it takes its room with the first step after one

@@ -39,7 +39,8 @@ def keep_record(file: Path, run: Mapping[str, Any]) -> bool:
 
     A file that holds other content is the user's and stays as it is. Raises OSError.
     """
-    record, content = record_of(run), json.loads(file.read_text(encoding="utf-8"))
+    record = record_of(run)
+    content = json.loads(file.read_text(encoding="utf-8"))
     measured = (content.get("tiermem") or {}).get("measured") or {}
     if record is None or measured.get("made_by") != _MADE_BY:
         return False

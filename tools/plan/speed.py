@@ -58,10 +58,8 @@ def speed_of(
     )
     sources = [source]
     if options.flops is not None or options.gpu_bytes is not None:
-        compute, source = (
-            options.flops or _ASSUMED_FLOPS,
-            "given by --flops" if options.flops else "assumed: give --flops",
-        )
+        compute = options.flops or _ASSUMED_FLOPS
+        source = "given by --flops" if options.flops else "assumed: give --flops"
         sources.append(f"computing: {compute:.3g} operations a second a rank, {source}")
         sources.append(f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed")
         if is_gpu:
@@ -70,7 +68,8 @@ def speed_of(
     else:
         sharing = 1 if is_gpu else options.ranks  # ranks that share a processor
         compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(sharing)
-        kernels, sums = measure_kernels() / options.ranks, measure_sums() / options.ranks
+        kernels = measure_kernels() / options.ranks
+        sums = measure_sums() / options.ranks
         shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
         sources.append(f"computing: a few of the model's blocks, trained for a moment on this machine{shared}")
         sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
@@ -120,13 +119,16 @@ def tuned_speed(file: Path) -> tuple[Rates, str]:
     try:
         measured = json.loads(file.read_text(encoding="utf-8"))["tiermem"]["measured"]
         facts = measured["default" if measured["is_default_kept"] else "winner"]
-        mixed, read = sum(facts["mixed_gbps"]) * 1e9, sum(facts["read_gbps"]) * 1e9
-        past, records = measured.get("sustained"), measured.get("runs", [])
+        mixed = sum(facts["mixed_gbps"]) * 1e9
+        read = sum(facts["read_gbps"]) * 1e9
+        past = measured.get("sustained")
+        records = measured.get("runs", [])
         rest = 2 / mixed - 1 / read  # of each byte read and each written at once, what is left for the one written
         is_duplex = rest <= 0 or mixed >= 1.5 * read
         write = mixed / 2 if is_duplex else 1 / rest
         if past is not None:
-            read, write = min(read, past["read_bytes_s"]), min(write, past["write_bytes_s"])
+            read = min(read, past["read_bytes_s"])
+            write = min(write, past["write_bytes_s"])
         pace = pace_of(records, read, write, is_duplex)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         raise ValueError(f"--rates: {file} holds no rates; it must be what `tiermem tune` wrote") from None
@@ -158,7 +160,9 @@ def _memory_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
     """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this machine's free memory."""
-    precision, num_bytes, folders = precision_of(config), available_bytes(), _folders_here(config)
+    precision = precision_of(config)
+    num_bytes = available_bytes()
+    folders = _folders_here(config)
     compute = compute_of(config, precision)
     copy = copy_bytes(shape, precision, bool(folders), compute)
     if copy > num_bytes:
@@ -192,7 +196,8 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates,
     if folders and why is None:
         share = options.sustained
         measured = measure_disks(folders, _PROBE_S) if share is None else measure_sustained_disks(folders, share)
-        read, write = measured.read_bytes_s, measured.write_bytes_s
+        read = measured.read_bytes_s
+        write = measured.write_bytes_s
         where = f"measured in {', '.join(map(str, folders))}"
         source = f"disk: {read / 1e9:.1f} GB/s read, {write / 1e9:.1f} written, {where}"
         source += f"; {measured.sustained}" if measured.sustained else ""

@@ -94,7 +94,8 @@ def draw_loss(run: dict[str, Any]) -> Figure | None:
         return None
     figure, axes = new_figure(7.5, 4.2)
     ax = axes[0]
-    numbers, losses = [s["step"] for s in steps], [s["loss"] for s in steps]
+    numbers = [s["step"] for s in steps]
+    losses = [s["loss"] for s in steps]
     ax.plot(numbers, losses, color=_COLOURS["forward"], marker="o" if len(steps) <= 50 else "", markersize=4)
     ax.set(xlabel="step", ylabel="loss (nats per token)")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -172,7 +173,8 @@ def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
     step = _typical_step(run["pictures"]["steps"], spans)
     if step is None:
         return None
-    start, end = step["start_ns"], step["end_ns"]
+    start = step["start_ns"]
+    end = step["end_ns"]
     spans = without_waits(within(with_tails(spans), start, end))
     stretches = [(start, end)]
     tiles = [span for span in spans if span.lane not in PHASES]

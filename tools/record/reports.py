@@ -128,7 +128,8 @@ class Progress(RunRecord):
         return f"{now}{cap}, peak {format_bytes(self._peak_bytes)}"
 
     def _describe_disk(self, seconds: float) -> str:
-        moved, ceiling = self._moved_last(), self.ready.get("ceiling")
+        moved = self._moved_last()
+        ceiling = self.ready.get("ceiling")
         read, written = (num_bytes / seconds / 1e9 for num_bytes in moved)
         if not ceiling:
             return f"{read:.2f} read + {written:.2f} write GB/s"
@@ -277,7 +278,8 @@ def result_table(run: Mapping[str, Any]) -> Table:
     if run["num_params"]:
         shown.add_row("parameters", f"{run['num_params']:,}", "", f"{format_bytes(run['state_bytes'])} of states")
     for what in ("read", "written"):
-        ours, kernel = run.get(f"nvme_{what}_bytes"), run.get(f"kernel_{what}_bytes")
+        ours = run.get(f"nvme_{what}_bytes")
+        kernel = run.get(f"kernel_{what}_bytes")
         if ours or kernel:
             shown.add_row(f"NVMe bytes {what}", _size(ours), _size(kernel), _difference(ours, kernel))
     shown.add_row("host memory carved", _size(run.get("host_peak_bytes")), "", "peak of the store's arena")
@@ -320,7 +322,8 @@ def describe_ready(ready: Message) -> str:
 
 def result_lines(run: Mapping[str, Any]) -> list[str]:
     """What a run took, on two lines: time beside its prediction, and memory and disk beside the kernel's counts."""
-    medians, said = _medians(run), run.get("predicted") or {}
+    medians = _medians(run)
+    said = run.get("predicted") or {}
     times = [f"{run['outcome']}"]
     if run["losses"]:
         shown = " / ".join(map(_seconds, medians.values()))
@@ -333,7 +336,8 @@ def result_lines(run: Mapping[str, Any]) -> list[str]:
     peak_bytes = run["cgroup_peak_bytes"] or run["peak_rss_bytes"]
     memory = [f"memory: peak {_size(peak_bytes)}{cap}"]
     for what in ("read", "written"):
-        ours, kernel = run.get(f"nvme_{what}_bytes"), run.get(f"kernel_{what}_bytes")
+        ours = run.get(f"nvme_{what}_bytes")
+        kernel = run.get(f"kernel_{what}_bytes")
         if ours:
             memory.append(f"NVMe {what} {_size(ours)} ({_difference(ours, kernel)})")
     if _device_peak(run) is not None:

@@ -131,7 +131,8 @@ def within(spans: Iterable[Span], start_ns: int, end_ns: int) -> list[Span]:
 
 def covered(spans: Iterable[Span]) -> float:
     """How many nanoseconds some spans cover together."""
-    total, until = 0.0, float("-inf")
+    total = 0.0
+    until = float("-inf")
     for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)
@@ -181,10 +182,13 @@ def together_ns(spans: Sequence[Span]) -> float:
         for start_ns, end_ns in sorted((span.start_ns, span.end_ns) for span in spans if span.lane in lanes):
             edges += [(max(start_ns, until), 1), (end_ns, -1)] if end_ns > until else []
             until = max(until, end_ns)
-    total, num_busy, since_ns = 0, 0, 0
+    total = 0
+    num_busy = 0
+    since_ns = 0
     for time_ns, change in sorted(edges):
         total += time_ns - since_ns if num_busy > 1 else 0
-        num_busy, since_ns = num_busy + change, time_ns
+        num_busy = num_busy + change
+        since_ns = time_ns
     return total
 
 
@@ -302,7 +306,8 @@ class Series:
         if self._num_pending < self._stride:
             return
         self.samples.append(self._pending)
-        self._pending, self._num_pending = None, 0
+        self._pending = None
+        self._num_pending = 0
         if len(self.samples) >= self._max_samples:
             self.samples = [_larger(a, b) for a, b in zip(self.samples[::2], self.samples[1::2], strict=False)]
             self._stride *= 2
@@ -367,7 +372,9 @@ class RunRecord(Observer):
 
     def summary(self) -> dict[str, Any]:
         """The figures of the run, as `--json` writes them."""
-        outcome, done, ready = self.outcome, self.done, self.ready
+        outcome = self.outcome
+        done = self.done
+        ready = self.ready
         limits = median_limits(self.steps)
         last = self.steps[-1] if self.steps else {}
         figures: dict[str, Any] = {

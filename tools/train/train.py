@@ -268,13 +268,17 @@ def _status(run: dict[str, Any], console: Console) -> int:
     """The exit status of our own run, with the reason when it is not 0."""
     reasons: list[str] = []
     if run["is_killed_at_cap"]:
-        reasons, status = [run["outcome"]], EXIT_KILLED
+        reasons = [run["outcome"]]
+        status = EXIT_KILLED
     elif run["error"]:
-        reasons, status = [f"{run['error']['type']}: {run['error']['message']}"], EXIT_FAILED
+        reasons = [f"{run['error']['type']}: {run['error']['message']}"]
+        status = EXIT_FAILED
     elif run["exit_code"]:
-        reasons, status = [run["outcome"]], EXIT_FAILED
+        reasons = [run["outcome"]]
+        status = EXIT_FAILED
     elif run["disagreements"]:
-        reasons, status = run["disagreements"], EXIT_COUNTS
+        reasons = run["disagreements"]
+        status = EXIT_COUNTS
     else:
         status = EXIT_INTERRUPTED if run["is_interrupted"] else 0
     for reason in reasons:

@@ -18,7 +18,8 @@ from tiermem.tools.job.launcher import Channel, Job
 from tiermem.tools.record.run_record import OutOfDeviceMemory
 from tiermem.tools.words import Mistake, Stop, handling
 
-EXIT_FAILED, EXIT_USER = 1, 2
+EXIT_FAILED = 1
+EXIT_USER = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,7 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("job", type=Path)
     parser.add_argument("--channel", type=int)
     given = parser.parse_args(arguments)
-    channel, stop = Channel(given.channel), Stop()
+    channel = Channel(given.channel)
+    stop = Stop()
     try:
         with handling({signal.SIGINT: stop.on_interrupt}):
             channel.phase("the imports")

@@ -187,7 +187,8 @@ class Trainer:
 
     def _choose(self, measured: MeasuredRates | str, resident_bytes: int) -> tuple[Config, MeasuredRates | str]:
         """The config with what the budgets leave open chosen, recomputation too, and the maths as it is then."""
-        job, speed = self._job, None if isinstance(measured, str) else measured
+        job = self._job
+        speed = None if isinstance(measured, str) else measured
         try:
             chosen = self._chosen(job, speed, resident_bytes)
         except ValueError as error:
@@ -200,8 +201,12 @@ class Trainer:
                 again = self._chosen(recomputing, speed.recomputing, resident_bytes)
                 is_better, self._recomputation = recomputes(chosen.tried, again.tried)
                 if is_better:
-                    job, chosen, measured = recomputing, again, speed.recomputing
-        self._job, self._choice, self._placement = job, chosen.how, chosen.placement
+                    job = recomputing
+                    chosen = again
+                    measured = speed.recomputing
+        self._job = job
+        self._choice = chosen.how
+        self._placement = chosen.placement
         if self._budget is not None:  # the inputs of blocks may rest elsewhere now
             settled = dataclasses.replace(job, config=chosen.config)
             is_gpu = is_accelerator(find_device())
@@ -211,7 +216,9 @@ class Trainer:
     def _chosen(self, job: Job, measured: MeasuredRates | None, resident_bytes: int) -> Chosen:
         """What the budgets of host memory and of an accelerator leave open, chosen by predicted time or, where nothing was
         measured, by rule. Raises ValueError where the accelerator has no room."""
-        device, config, host_bytes = find_device(), job.config, None
+        device = find_device()
+        config = job.config
+        host_bytes = None
         is_gpu = is_accelerator(device)
         if self._budget is not None:
             budget = budget_of(job, self._budget.cap_bytes, resident_bytes, is_gpu)
@@ -283,10 +290,12 @@ class Trainer:
         job = self._job
         dataset = Corpus([Path(path) for path in job.data], job.seq, job.seed)
         store = engine.shards.store
-        size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        size = engine.train_micro_batch_size_per_gpu()
+        accumulation = engine.gradient_accumulation_steps()
         rank = dist.get_rank() if job.num_ranks > 1 else 0
         for step in range(engine.global_steps + 1, job.steps + 1):
-            started, meter = time.monotonic_ns(), Meter(store.recorder, store.stats)
+            started = time.monotonic_ns()
+            meter = Meter(store.recorder, store.stats)
             seconds = dict.fromkeys(("forward", "backward", "step", "whole"), 0.0)
             losses: list[torch.Tensor] = []
             first = (step - 1) * accumulation  # each micro-batch is one for every rank
@@ -323,10 +332,13 @@ class Trainer:
     def _save(self, engine: Engine, folder: str, step: int) -> None:
         """A checkpoint; what the kernel counts of it beside the store's own is not the training's."""
         self._channel.phase(f"saving step {step}")
-        started, ours, kernel = time.monotonic(), counts_at_rest(engine.shards.store), kernel_counts()
+        started = time.monotonic()
+        ours = counts_at_rest(engine.shards.store)
+        kernel = kernel_counts()
         engine.save_checkpoint(folder, client_state={CLIENT_KEY: self._job.to_save})
         engine.wait_checkpoint()
-        moved, by_kernel = counts_at_rest(engine.shards.store).since(ours), kernel_counts().since(kernel)
+        moved = counts_at_rest(engine.shards.store).since(ours)
+        by_kernel = kernel_counts().since(kernel)
         self._beside = IoCounts(*(a + b - c for a, b, c in zip(self._beside, by_kernel, moved, strict=True)))
         self._channel.send("saved", step=step, seconds=time.monotonic() - started, folder=folder)
 
@@ -369,7 +381,8 @@ class Trainer:
         moved = counts_at_rest(engine.shards.store).since(ours)
         moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
         host_peak_bytes = engine.shards.store.stats().host_peak_bytes
-        since_made, on_device = written_by_path(engine.shards.store), device_fields(engine.device)
+        since_made = written_by_path(engine.shards.store)
+        on_device = device_fields(engine.device)
         written_here = {path: total - written.get(path, 0) for path, total in since_made.items()}
         if (copied := self._beside.written_bytes) > 0:
             is_copy = not self._job.nvme_paths or engine.shards.policy.durability == "none"
@@ -459,10 +472,12 @@ def written_by_path(store: TensorStore) -> dict[str, int]:
 def counts_at_rest(store: TensorStore) -> IoCounts:
     """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
     store.settle()
-    before, counts = IoCounts(-1, -1), store_counts(store)
+    before = IoCounts(-1, -1)
+    counts = store_counts(store)
     while counts != before:
         time.sleep(_ARRIVAL_S)
-        before, counts = counts, store_counts(store)
+        before = counts
+        counts = store_counts(store)
     return counts
 
 

@@ -42,7 +42,9 @@ class Training:
         config = _config(job, setting)
         self._engine = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
         self.device = "cpu" if str(self._engine.device).startswith("cpu") else str(self._engine.device)
-        self.backward, self.step, self.close = self._engine.backward, self._engine.step, self._engine.destroy
+        self.backward = self._engine.backward
+        self.step = self._engine.step
+        self.close = self._engine.destroy
 
     def forward(self, tokens: torch.Tensor) -> Any:
         return self._engine(input_ids=tokens, labels=tokens).loss

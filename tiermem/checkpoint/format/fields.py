@@ -99,7 +99,8 @@ def unseal(data: bytes, source: str) -> dict[str, Any]:
         raise ManifestError(
             f"{source}: its {len(data)} bytes do not end as a checkpoint's file does: it was cut, or is another file"
         )
-    said, found = int(match[1], 16), crc32c(memoryview(data)[: match.start()])
+    said = int(match[1], 16)
+    found = crc32c(memoryview(data)[: match.start()])
     if found != said:
         raise ManifestError(f"{source}: crc32c is {found:08x} and the file says {said:08x}: it is damaged")
     content = text(data, source)
@@ -256,7 +257,8 @@ def _kind(value: Any) -> str:
 # value equals the encoded one. Dicts keep their order; an OrderedDict comes back as a dict.
 
 _TYPE = "$"
-_MOST_DEPTH, _MOST_ALIKE = 100, 100
+_MOST_DEPTH = 100
+_MOST_ALIKE = 100
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Json:
@@ -382,7 +384,8 @@ def _decode_bytes(value: Json, *_: Any) -> bytes:
 
 
 def _shape_and_bytes(value: Json, itemsize: int) -> tuple[tuple[int, ...], bytes]:
-    shape, raw = _sizes(value["shape"]), _decode_bytes(value["value"])
+    shape = _sizes(value["shape"])
+    raw = _decode_bytes(value["value"])
     is_small = len(shape) <= 32 and math.prod(max(size, 1) for size in shape) <= 1 << 48
     _checked(value["shape"], is_small, f"at most 32 dimensions and {1 << 48} elements")
     _checked(len(raw), len(raw) == math.prod(shape) * itemsize, f"{math.prod(shape) * itemsize} bytes, in base64,")

@@ -70,7 +70,8 @@ class Rows(NamedTuple):
 def rows_of_part(part: Part) -> Rows:
     """The pieces of a part, in their order."""
     states = [each for each in part.states if each.pieces]
-    keys, counts = [(each.param, each.state, each.kind) for each in states], [len(each.pieces) for each in states]
+    keys = [(each.param, each.state, each.kind) for each in states]
+    counts = [len(each.pieces) for each in states]
     pieces = itertools.chain.from_iterable([each.pieces for each in states])
     start, numel, file, offset = np.fromiter(itertools.chain.from_iterable(pieces), np.int64).reshape(-1, 4).T
     key = np.repeat(np.arange(len(keys)), counts)
@@ -124,7 +125,8 @@ class StepStates:
         number = np.array([self.numbers[name] for name in names], np.int64)[rows.key]
         order = np.lexsort((rows.start, number))
         self._table = np.stack(rows[1:], 1)[order]
-        self.rows, self.number = Rows(rows.keys, *self._table.T), number[order]
+        self.rows = Rows(rows.keys, *self._table.T)
+        self.number = number[order]
         self.firsts = np.flatnonzero(np.diff(self.number, prepend=-1))
         self._edges = [*self.firsts.tolist(), len(number)]
         self.kinds = [rows.keys[key][2] for key in self.rows.key[self.firsts].tolist()]
@@ -185,8 +187,11 @@ def _check_parts(manifest: Manifest, parts: Sequence[Part], source: str) -> None
 
 
 def _check_files(states: StepStates, source: str) -> None:
-    rows, order = states.rows, np.lexsort((states.rows.offset, states.rows.file))
-    file, offset, stop = rows.file[order], rows.offset[order], (rows.offset + rows.num_bytes)[order]
+    rows = states.rows
+    order = np.lexsort((states.rows.offset, states.rows.file))
+    file = rows.file[order]
+    offset = rows.offset[order]
+    stop = (rows.offset + rows.num_bytes)[order]
     overlaps = (file[1:] == file[:-1]) & (offset[1:] < stop[:-1])
     for row in order[1:][overlaps].tolist():
         piece = states.piece(row)
@@ -196,7 +201,8 @@ def _check_files(states: StepStates, source: str) -> None:
 
 
 def _check_states(states: StepStates, parameters: Mapping[str, Parameter], source: str) -> None:
-    rows, firsts = states.rows, states.firsts
+    rows = states.rows
+    firsts = states.firsts
     stops = rows.start + rows.numel
     due = np.append(0, stops)[: len(stops)]
     due[firsts] = 0
@@ -208,7 +214,8 @@ def _check_states(states: StepStates, parameters: Mapping[str, Parameter], sourc
     is_wrong[lasts[stops[lasts] != numel]] = True
     for row in np.flatnonzero(is_wrong).tolist():
         param, state, kind, start, _, file, _, _ = states.piece(row)
-        what, first = f"{source}: {state} of {param[:80]!r}", int(firsts[states.number[row]])
+        what = f"{source}: {state} of {param[:80]!r}"
+        first = int(firsts[states.number[row]])
         if start != due[row]:
             word = "is missing" if start > due[row] else "is there twice"
             raise ManifestError(f"{what}: element {min(due[row], start)} {word} (part {states.files[file][0]})")
@@ -226,14 +233,16 @@ def _check_due(manifest: Manifest, states: StepStates, parameters: Mapping[str, 
     forms = {name: (each.dtype, each.at_rest) for name, each in parameters.items()}
     checksums = manifest.checksums
     for (param, state), kind, num_bytes in zip(states.numbers, states.kinds, states.num_bytes, strict=True):
-        wrong, due = wrong_form(state, kind, *forms[param]), -(-num_bytes // CHECKSUM_BYTES)
+        wrong = wrong_form(state, kind, *forms[param])
+        due = -(-num_bytes // CHECKSUM_BYTES)
         sums = checksums[param].get(state) if param in checksums else None
         if wrong is None and kind in kinds.SCALED and (param, kinds.scales_of(state)) not in states.numbers:
             wrong = " is quantised and has no scales"
         if wrong is not None:
             raise ManifestError(f"{source}: {state} of {param[:80]!r}{wrong}")
         if sums is None or len(sums) != due:
-            has, what = "no" if sums is None else len(sums), f"{state} of {param[:80]!r}"
+            has = "no" if sums is None else len(sums)
+            what = f"{state} of {param[:80]!r}"
             raise ManifestError(f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} bytes")
     if sum(map(len, checksums.values())) > len(states.numbers):
         param, state = next((p, s) for p, found in checksums.items() for s in found if (p, s) not in states.numbers)
@@ -261,7 +270,8 @@ def written(path: Path, base: Path) -> str:
     The result is relative where both lie in one folder, or in two folders beside each other, so that the folders can be moved
     together. Else it is absolute.
     """
-    path, base = real(path), real(base)
+    path = real(path)
+    base = real(base)
     if path == base:
         return "."
     if path.parent == base:
@@ -384,7 +394,8 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
         names = [first, *(other for other in tags if other != first)]
         said = {} if latest is None else {latest.tag: latest}
         return [Found(_in_folder(where / name)[0].file, name, said.get(name)) for name in names]
-    own, place = _in_folder(where), real(where)
+    own = _in_folder(where)
+    place = real(where)
     if own and not place.name.startswith("tiermem-") and durable.exists(place.parent / LATEST_FILE):
         named = find(place.parent, place.name)[0]
         return [named._replace(file=own[0].file), *own[1:]]
@@ -476,7 +487,8 @@ def read_manifest(found: Found) -> Opened:
 
 def _lost(file: Path, by: Path) -> FileNotFoundError:
     """The error for a file of a step that is not there, named by a pointer or a manifest."""
-    place, now = real(file).parent, "which is not there" if not file.parent.is_dir() else "which holds it no more"
+    place = real(file).parent
+    now = "which is not there" if not file.parent.is_dir() else "which holds it no more"
     return FileNotFoundError(
         2,
         f"is missing: {by} only names it, and the step's bytes lay in {place}, {now}. Mount its disk or put the folder back. "
@@ -497,7 +509,8 @@ def newer_of(pointer: Pointer, file: Path) -> Manifest | None:
 
 def _check_place(found: Found, step: Pointer | Manifest, is_version_1: bool) -> None:
     """Raises ManifestError for a step of another tag than its folder (not in version 1), or of another time than `latest`."""
-    folder, latest = found.file.parent, found.latest
+    folder = found.file.parent
+    latest = found.latest
     if found.tag is not None and not is_version_1 and step.tag not in (found.tag, real(folder).name):
         raise ManifestError(
             f"{found.file}: is of {_name(step)}, in the folder of tag {found.tag!r}: give files and folders their own names "

@@ -34,13 +34,18 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-SPLIT, CODES, CODE_SCALES = "split", "8bit", "8bit-scales"
-PACKED, NF4, PACKED_SCALES = "packed", "nf4", "packed-scales"
+SPLIT = "split"
+CODES = "8bit"
+CODE_SCALES = "8bit-scales"
+PACKED = "packed"
+NF4 = "nf4"
+PACKED_SCALES = "packed-scales"
 AT_REST: Mapping[str, str] = MappingProxyType({"int8": PACKED, "nf4": NF4})
 """The kind of the codes of each form in which a frozen parameter may rest."""
 DTYPES = frozenset(_DTYPES)
 KINDS = DTYPES | {SPLIT, CODES, CODE_SCALES, PACKED, NF4, PACKED_SCALES}
-SCALED, OF_SCALES = frozenset({CODES, PACKED, NF4}), frozenset({CODE_SCALES, PACKED_SCALES})
+SCALED = frozenset({CODES, PACKED, NF4})
+OF_SCALES = frozenset({CODE_SCALES, PACKED_SCALES})
 """Kinds of codes, whose scales are a state of their own; and the kinds of those scales."""
 
 

@@ -91,10 +91,13 @@ from tiermem.checkpoint.format.fields import (
     write,
 )
 
-FORMAT, VERSION = "tiermem", 2
+FORMAT = "tiermem"
+VERSION = 2
 CHECKSUM_BYTES = 1 << 20
-POINTER_FILE, LATEST_FILE = "tiermem.json", "latest"
-WEIGHT, MASTER = "weight", "master"
+POINTER_FILE = "tiermem.json"
+LATEST_FILE = "latest"
+WEIGHT = "weight"
+MASTER = "master"
 _MOST_DIMENSIONS = 64
 _MOST_RANKS = 1 << 24
 _MOST_CRC = (1 << 32) - 1
@@ -134,7 +137,9 @@ def _are_checksums(found: Json) -> bool:
     return {*map(type, lists)} <= {list} and are_whole([*flat(lists)], _MOST_CRC)
 
 
-_COMPUTE, _OVERLAP, _STREAMED = "compute_dtype", "overlap", "streamed_ratio"
+_COMPUTE = "compute_dtype"
+_OVERLAP = "overlap"
+_STREAMED = "streamed_ratio"
 _CHOICES = {_COMPUTE: ("fp32",), _OVERLAP: ("none", "forward", "backward")}
 
 
@@ -421,7 +426,8 @@ def _opened(kind: type[_Record], data: bytes, source: str) -> _Record:
 
 def _check_names(parameters: Iterable[Parameter], excluded: Sequence[str], source: str) -> set[str]:
     """The names of the parameters. Raises ManifestError for a name that occurs twice."""
-    names, seen = set[str](), set[str]()
+    names = set[str]()
+    seen = set[str]()
     for each in parameters:
         names.add(each.name)
         for name in (each.name, *each.aliases):

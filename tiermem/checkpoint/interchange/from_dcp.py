@@ -98,7 +98,8 @@ class Tensor(NamedTuple):
             for chunk in self.chunks:
                 yield self._load(chunk).reshape(-1)
             return
-        whole, is_there = torch.empty(self.shape, dtype=self.dtype), torch.zeros(self.shape, dtype=torch.bool)
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        is_there = torch.zeros(self.shape, dtype=torch.bool)
         for chunk in self.chunks:
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
             if is_there[box].any():
@@ -159,10 +160,12 @@ class _Metadata:
         return index.fqn, None if offset is None else tuple(offset)
 
     def _tensor(self, key: str, what: Any) -> Tensor:
-        dtype, shape = what.properties.arguments_dtype(), _size(what.size)
+        dtype = what.properties.arguments_dtype()
+        shape = _size(what.size)
         chunks = []
         for chunk in what.chunks:
-            offsets, sizes = _size(chunk.offsets), _size(chunk.sizes)
+            offsets = _size(chunk.offsets)
+            sizes = _size(chunk.sizes)
             if math.prod(sizes):
                 place = self._place(key, offsets)
                 if math.prod(sizes) * dtype.itemsize > place.length:
@@ -193,7 +196,9 @@ class _Metadata:
         info = self._places.get((key, offset))
         if info is None:
             raise ValueError(f"{self._file}: says of {key} {offset or ''} not where it lies")
-        name, start, length = info.relative_path, info.offset, info.length
+        name = info.relative_path
+        start = info.offset
+        length = info.length
         is_name = isinstance(name, str) and name.isprintable() and Path(name).name == name
         if not is_name or getattr(info, "transform_descriptors", None):
             raise ValueError(
@@ -360,7 +365,9 @@ class _DcpReader:
         elif len(keys) == 3:
             kind, name, key = keys
         else:
-            kind, name, key = str(keys[0]), "", ""
+            kind = str(keys[0])
+            name = ""
+            key = ""
         if kind == "state" and name and key:
             self._states.setdefault(str(name), {})[str(key)] = value
         elif kind == "param_groups" and key:

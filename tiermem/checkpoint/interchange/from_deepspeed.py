@@ -74,7 +74,8 @@ def read_deepspeed(path: Path, tag: str | None = None) -> Foreign:
     Raises ValueError when it is incomplete, not ZeRO-3 or would execute code; OSError when it cannot be read.
     """
     folder = _tag_folder(path, tag)
-    models, optims = _find_ranks(folder, "model"), _find_ranks(folder, "optim")
+    models = _find_ranks(folder, "model")
+    optims = _find_ranks(folder, "optim")
     if len(models) != len(optims):
         raise ValueError(f"{folder}: model states of {len(models)} ranks and optimizer states of {len(optims)}")
     with_models = [_model_file(file) for file in models]
@@ -96,7 +97,8 @@ class _DeepSpeedReader:
 
     def __init__(self, folder: Path, models: Sequence[Mapping[str, Any]], optims: Sequence[_Optim]) -> None:
         self._folder = folder
-        self._models, self._optims = models, optims
+        self._models = models
+        self._optims = optims
         self._first = models[0]
         self._left_behind: set[str] = set()
 
@@ -266,7 +268,8 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
             f"{file}: written by {kept.get('partition_count')} ranks, files of {num_ranks} are here: some are missing, or left "
             "of an older save"
         )
-    flat, inner = kept.get("fp32_flat_groups"), kept.get("optimizer_state_dict")
+    flat = kept.get("fp32_flat_groups")
+    inner = kept.get("optimizer_state_dict")
     if not isinstance(flat, list) or not all(isinstance(group, torch.Tensor) for group in flat):
         raise ValueError(f"{file}: fp32_flat_groups must be a list of tensors")
     found = read(_States, inner or {}, f"{file}: the optimizer's state dict")

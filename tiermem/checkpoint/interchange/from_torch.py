@@ -49,7 +49,9 @@ _NAMED = re.compile(
     r"(?:GLOBAL |Unsupported class |forbidden to load |unsupported |disallowed )`?([A-Za-z_][\w.]*\.\w+)"
 )
 _MAX_PICKLE_BYTES = 256 << 20  # of a file's pickles, without tensor values
-_MEMORY_TIMES, _SPARE_BYTES, _SPARE_VALUES = 10, 64 << 20, 1 << 16
+_MEMORY_TIMES = 10
+_SPARE_BYTES = 64 << 20
+_SPARE_VALUES = 1 << 16
 
 
 class Attributes:
@@ -84,7 +86,8 @@ def tensors_in(found: Any, num_bytes: int, what: str) -> Iterator[torch.Tensor]:
     Raises ValueError where a file of `num_bytes` places the same lists in one another so often that they unfold to more
     than 10 values for each byte.
     """
-    left, num_values = [found], 0
+    left = [found]
+    num_values = 0
     while left:
         value = left.pop()
         if isinstance(value, torch.Tensor):
@@ -166,7 +169,8 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
     """Raises ValueError for a tensor that is not dense, or has more elements than its storage (a stride of 0)."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"{what}: a tensor is {tensor.layout} and {tensor.dtype}; only dense ones are read")
-    needed, there = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    needed = tensor.numel() * tensor.element_size()
+    there = tensor.untyped_storage().nbytes()
     if needed > there:
         raise ValueError(f"{what}: a tensor of shape {tuple(tensor.shape)} stands on {there} bytes, not on {needed}")
 
@@ -186,7 +190,8 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
 
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
-BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
+BIN_NAME = "pytorch_model.bin"
+BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 _READ_BYTES = 16 << 20
 _MOST_VIEWS = 8  # limit of (bytes of all tensors on a storage) / (bytes of the storage)
 
@@ -202,7 +207,8 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
     rest: dict[str, Any] = {}
     has_safetensors = path.is_dir() and ((path / INDEX_NAME).is_file() or any(path.glob("*.safetensors")))
     if path.suffix == ".safetensors" or has_safetensors:
-        kind, parameters = "safetensors", _safetensors(path)
+        kind = "safetensors"
+        parameters = _safetensors(path)
     else:
         files = _bin_files(path)
         kind = "torch state dict"
@@ -211,7 +217,8 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
             weights.update(_split(file, load_torch(file))[0])
         parameters = _tensors(path, weights)
     kept = _optimizer_in(rest) if optimizer is None else _optimizer_file(optimizer)
-    groups, left_behind = [], [f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)]
+    groups = []
+    left_behind = [f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)]
     if kept is not None:
         names = _names_of(parameters, kept, str(optimizer or path))
         parameters, more = _with_states(parameters, kept, names)
@@ -330,7 +337,8 @@ def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) ->
     places = _places(own), _places(own[::-1])
     names: dict[Any, str] = {}
     for group in kept["param_groups"]:
-        keys, said = group["params"], group.get("param_names")
+        keys = group["params"]
+        said = group.get("param_names")
         if all(isinstance(key, str) for key in keys):
             names |= {key: key for key in keys}
         elif isinstance(said, list) and len(said) == len(keys) and all(isinstance(name, str) for name in said):
@@ -388,7 +396,8 @@ def _shape_of(entry: State | None) -> tuple[int, ...] | None:
 
 def _earliest(wanted: Sequence[tuple[int, ...] | None], places: _Places, num: int) -> list[int] | None:
     """For every shape its first place after the place of the previous one; None if there is none."""
-    found, place = [], 0
+    found = []
+    place = 0
     for shape in wanted:
         options = range(num) if shape is None else places.get(shape, ())
         number = bisect.bisect_left(options, place)
@@ -411,7 +420,8 @@ def _with_states(
         if key is None:
             found.append(dataclasses.replace(p, is_trainable=p.is_trainable and not kept["param_groups"]))
             continue
-        states, entry = dict(p.states), kept["state"].get(key, {})
+        states = dict(p.states)
+        entry = kept["state"].get(key, {})
         for name, value in states_in(entry, left_behind).items():
             if value is not None:
                 states[name] = of_tensor(check_state(p.name, name, value, math.prod(p.shape)))

@@ -249,7 +249,8 @@ def _write_folder(
     )  # fmt: skip
     data = copy_name(run_id, _COMMIT, 0, "bin")
     placed = write_data(content.in_memory, folder / data, 0, progress=progress or (lambda _: None))
-    part, file = folder / copy_name(run_id, _COMMIT, 0, "json"), folder / copy_name(run_id, _COMMIT, None, "json")
+    part = folder / copy_name(run_id, _COMMIT, 0, "json")
+    file = folder / copy_name(run_id, _COMMIT, None, "json")
     told = write_part(part, run_id, _COMMIT, 0, content, [data], placed)
     durable.write_file(file, manifest_of(content, run_id, _COMMIT, (1, 1), [told], folder).dump())
     Source(read_manifest(Found(file, None))).close()  # raises if it would not open
@@ -257,7 +258,8 @@ def _write_folder(
 
 
 def _parameter(p: ForeignParameter) -> Parameter:
-    is_trainable, dtype = p.is_trainable and not p.is_buffer, kinds.name_of(p.dtype)
+    is_trainable = p.is_trainable and not p.is_buffer
+    dtype = kinds.name_of(p.dtype)
     role: Literal["buffer", "parameter"] = "buffer" if p.is_buffer else "parameter"
     return Parameter(p.name, p.aliases, role, p.shape, dtype, is_trainable, p.num_steps, p.group)
 

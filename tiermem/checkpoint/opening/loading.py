@@ -81,7 +81,8 @@ def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
     """Raises ValueError, with both lists, when the saved ordinary parameters are not those that the optimizer steps."""
     own = _ordinary(optimizer)
     saved = {each.name: each for each in source.manifest.parameters if each.role == _ROLE}
-    missing, extra = [n for n in own if n not in saved], [n for n in saved if n not in own]
+    missing = [n for n in own if n not in saved]
+    extra = [n for n in saved if n not in own]
     if missing or extra:
         raise ValueError(
             f"{source.file} does not fit what the optimizer steps beside the sharded model. Missing in the checkpoint: "
@@ -170,7 +171,8 @@ def saved_groups(source: Source, optimizer: NativeOptimizer, fitted: Fitted) -> 
 
 def check_moments(source: Source, shards: Shards, fitted: Fitted) -> None:
     """Raises ValueError that names states which this optimizer keeps and the checkpoint lacks for stepped parameters."""
-    tiles, lacking = tiles_of(shards), []
+    tiles = tiles_of(shards)
+    lacking = []
     for shard, name in fitted.params.items():
         live, _ = shards.find(shard.param)
         if tiles is None or not live.unit.is_trainable or not source.parameters[name].num_steps or not shard.numel:
@@ -207,7 +209,8 @@ def put_rng(saved: Json, where: str, device: torch.device) -> None:
 
 
 def _check_class(saved: Json, optimizer: NativeOptimizer, source: Source) -> None:
-    name, own = saved.get("name") if isinstance(saved, dict) else None, type(optimizer).__name__
+    name = saved.get("name") if isinstance(saved, dict) else None
+    own = type(optimizer).__name__
     if name != own and not any({name, own} <= alike for alike in _ALIKE):
         raise ValueError(
             f"{source.file} was saved by {name}, and this optimizer is {own}: build a {name}; {_NO_STATES}"
@@ -405,7 +408,8 @@ def _wants(source: Source, shards: Shards, optimizer: NativeOptimizer | None, as
 
 def _check_compute(source: Source, shards: Shards, wants: Wants) -> None:
     """Warns when training goes on with another compute dtype than the save's; raises ValueError when a measurement chose it."""
-    saved, now = source.manifest.compute_dtype, shards.compute
+    saved = source.manifest.compute_dtype
+    now = shards.compute
     if not wants.states or saved == now.dtype:
         return
     said = f"{source.file} was trained with compute_dtype {saved!r}, and this start computes with {now.dtype!r} ({now.why})"
@@ -416,7 +420,8 @@ def _check_compute(source: Source, shards: Shards, wants: Wants) -> None:
 
 def _check_streamed(source: Source, shards: Shards, wants: Wants) -> None:
     """Warns when the save's tiles were stepped on an accelerator in another part than now, and the policy leaves that open."""
-    saved, now = source.manifest.streamed_part, shards.plan.streamed_part
+    saved = source.manifest.streamed_part
+    now = shards.plan.streamed_part
     if wants.states and saved != now and shards.policy.streamed_ratio is None and shards.plan.states is not Tier.DEVICE:
         logger.warning(
             '%s was trained with streamed_ratio %s, and this start with %s: set "tiermem": {"streamed_ratio": %s} to step the '
@@ -430,12 +435,15 @@ def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tu
 
     Raises ManifestError for a state of another type than the owner saves.
     """
-    rank, manifest, found = shards.topology.rank, source.manifest, []
+    rank = shards.topology.rank
+    manifest = source.manifest
+    found = []
     is_same_world = manifest.world == shards.topology.world
     for name, owner in asked.beside:
         saved = getattr(source.parts[rank], name) if name == "data" and is_same_world else getattr(manifest, name, None)
         if saved is not None and hasattr(owner, "load_state_dict") and (wants.states or name != "loss_scaler"):
-            state, own = decode(saved, f"{source.file}: {name}"), owner.state_dict()
+            state = decode(saved, f"{source.file}: {name}")
+            own = owner.state_dict()
             if isinstance(own, Mapping) and not isinstance(state, Mapping):
                 raise ManifestError(
                     f"{source.file}: {name}: is a {type(state).__name__}; what {type(owner).__name__} saves is due, which has "
@@ -447,7 +455,8 @@ def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tu
 
 def _put_rest(source: Source, shards: Shards, rest: list[tuple[Any, Any, str]]) -> None:
     """Restores generators and the states that `_rest` found. Raises ManifestError for a state that its owner refuses."""
-    rank, manifest = shards.topology.rank, source.manifest
+    rank = shards.topology.rank
+    manifest = source.manifest
     is_same_world = manifest.world == shards.topology.world
     if not is_same_world and rank == 0:
         text = "%s was saved on %d ranks and is opened on %d: generators and the position in the data are not put back"

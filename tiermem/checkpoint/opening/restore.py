@@ -156,7 +156,8 @@ class Filling:
             name = self._names.get(part.shard)
             if name is None:
                 continue
-            states, first = self._states_of(name, tile), part.first_element(shard_rank)
+            states = self._states_of(name, tile)
+            first = part.first_element(shard_rank)
             for start in range(0, part.numel, CHUNK_NUMEL):
                 numel = min(CHUNK_NUMEL, part.numel - start)
                 yield from (Elements(name, state, first + start, numel) for state in states)
@@ -181,7 +182,8 @@ class Filling:
 
     def _states_of(self, name: str, tile: Tile) -> list[str]:
         """The saved states that `fill` reads for a parameter in a tile."""
-        found, saved = [], self._source.kind(name, WEIGHT)
+        found = []
+        saved = self._source.kind(name, WEIGHT)
         master = tile.layout.master
         if self._wants.weights and not self._is_weight_of_master(name, master is not None and master.kind == "split"):
             found.append(WEIGHT if saved == kinds.name_of(tile.dtype) else MASTER)
@@ -198,7 +200,8 @@ class Filling:
 
     def _put_weight(self, name: str, places: Places) -> None:
         """The weight and its master."""
-        master, weight = places.master, places.weight
+        master = places.master
+        weight = places.weight
         is_of_master = self._is_weight_of_master(name, master is not None and master.dtype == torch.int16)
         if not is_of_master:
             self._note(WEIGHT, self._source.kind(name, WEIGHT), kinds.name_of(weight.dtype))
@@ -230,7 +233,8 @@ class Filling:
 
     def _put(self, name: str, state: str, places: Places, place: Moment, weight: torch.Tensor | None = None) -> None:
         """Puts a state into its place, converted if needed. weight: receives the upper half of a split master."""
-        saved, kept = self._source.kind(name, state), kinds.CODES
+        saved = self._source.kind(name, state)
+        kept = kinds.CODES
         if isinstance(place, torch.Tensor):
             kept = kinds.SPLIT if place.dtype == torch.int16 else kinds.name_of(place.dtype)
         if isinstance(place, torch.Tensor) and saved == kept:
@@ -291,7 +295,8 @@ def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: 
 @contextlib.contextmanager
 def _reading_ahead(shards: Shards, source: Source) -> Iterator[None]:
     """Lends some of the tile buffers to the source for prefetching, if they are large enough. Allocates no memory."""
-    pool, lent = shards.tile_pool, list[Slot]()
+    pool = shards.tile_pool
+    lent = list[Slot]()
     with contextlib.ExitStack() as returning:
         if pool is not None and pool.slot_bytes >= LEAST_AREA_BYTES:
             give_back = pool.give_back
@@ -310,7 +315,9 @@ def _in_order(
     for tile in tiles.tiles if tiles is not None else ():
         yield from filling.reads(tile, rank)
     for live, shard in untiled:
-        name, first, numel = fitted.params[shard], shard.shard_numel * rank, shards.values.num_mine(shard)
+        name = fitted.params[shard]
+        first = shard.shard_numel * rank
+        numel = shards.values.num_mine(shard)
         state = WEIGHT if source.kind(name, WEIGHT) == kinds.name_of(live.unit.dtype) else MASTER
         for start in range(0, numel, CHUNK_NUMEL):
             yield Elements(name, state, first + start, min(CHUNK_NUMEL, numel - start))
@@ -321,10 +328,12 @@ def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, source:
 
     A weight that rests in blocks gets the saved blocks themselves, where they are of the same form.
     """
-    first, numel = shard.shard_numel * shards.topology.shard_rank, shards.values.num_mine(shard)
+    first = shard.shard_numel * shards.topology.shard_rank
+    numel = shards.values.num_mine(shard)
     keeps_initial = initial_master(live.unit) in shards.store
     for start in range(0, numel, CHUNK_NUMEL):
-        due, place = (name, first + start, min(CHUNK_NUMEL, numel - start)), shard.shard_offset + start
+        due = (name, first + start, min(CHUNK_NUMEL, numel - start))
+        place = shard.shard_offset + start
         if live.unit.blocks is not None:
             packed = source.blocks(*due, live.unit.blocks)
             if packed is not None:
@@ -353,9 +362,11 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
             name = fitted.params.get(shard)
             if name is None:
                 continue
-            num_steps, has_moments = shard.num_steps, shard.has_moments
+            num_steps = shard.num_steps
+            has_moments = shard.has_moments
             if wants.states:
-                num_steps, has_moments = source.parameters[name].num_steps, shard in filling.has_moments
+                num_steps = source.parameters[name].num_steps
+                has_moments = shard in filling.has_moments
             keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
             # "Wider" than the weight in this model.
             is_wider = source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"

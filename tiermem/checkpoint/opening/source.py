@@ -250,7 +250,8 @@ class Source:
         found = [(span, list(scales.spans(span.start, span.numel))) for span in stream.spans(start, numel)]
         if any(each.start % BLOCK for span, own in found for each in (span, *own)):
             return None
-        of_blocks, codes = list[torch.Tensor](), list[torch.Tensor]()
+        of_blocks = list[torch.Tensor]()
+        codes = list[torch.Tensor]()
         for span, own in found:
             of_blocks += map(self._bytes, own)
             codes.append(self._bytes(span))
@@ -319,7 +320,8 @@ class Source:
         return own if rank and (param, own) in self._saved.numbers else WEIGHT
 
     def _scaled(self, stream: VerifiedStream, start: int, numel: int) -> torch.Tensor:
-        scales, parts = self._scales_of(stream), []
+        scales = self._scales_of(stream)
+        parts = []
         for span in stream.spans(start, numel):
             own = list(scales.spans(span.start, span.numel))
             if any((each.start - span.start) % BLOCK for each in own):
@@ -344,7 +346,9 @@ class Source:
 
     def _damage(self, stream: VerifiedStream, begin: int, stop: int, saved: int, seen: int) -> DamagedState:
         start, behind = stream.elements_of(begin, stop)
-        places, step, what = stream.ranges(begin, stop), self.manifest.step, advice(self._others)
+        places = stream.ranges(begin, stop)
+        step = self.manifest.step
+        what = advice(self._others)
         return DamagedState(places, stream.param, stream.state, start, behind, step, saved, seen, what)
 
     def _threads(self) -> Workers:

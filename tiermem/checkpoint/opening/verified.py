@@ -53,7 +53,11 @@ class DamagedState(CorruptionError):
             f"offset {first.offset}{elsewhere} have another CRC-32C ({seen:#010x}, saved {written:#010x}). {advice}"
         )
         super().__init__(what, str(first.path), first.offset, first.num_bytes, written, seen)
-        self.param, self.state, self.start, self.stop, self.step = param, state, start, stop, step
+        self.param = param
+        self.state = state
+        self.start = start
+        self.stop = stop
+        self.step = step
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
@@ -102,7 +106,8 @@ class VerifiedStream:
 
     def spans(self, start: int, numel: int) -> Iterator[VerifiedSpan]:
         """The elements of a range, piece by piece; for quantised states and scales, from the start of a block of 64."""
-        stop, number = start + numel, bisect.bisect_right(self._starts, start) - 1
+        stop = start + numel
+        number = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             piece = self._pieces[number][1]
             first = start - piece.start
@@ -112,7 +117,8 @@ class VerifiedStream:
             begin = bytes_of(self.kind, first)
             end = bytes_of(self.kind, last)
             yield VerifiedSpan(self, piece.start + first, last - first, self._bytes[number] + begin, end - begin)
-            start, number = piece.start + last, number + 1
+            start = piece.start + last
+            number = number + 1
 
     def ranges(self, first_byte: int, last_byte: int) -> list[FileRange]:
         """The file ranges of bytes [first_byte, last_byte) of the stream, in order; adjacent ranges are joined."""
@@ -121,13 +127,15 @@ class VerifiedStream:
         while first_byte < last_byte:
             path, piece = self._pieces[number]
             stop = min(last_byte, self._bytes[number + 1])
-            offset, num_bytes = piece.offset + first_byte - self._bytes[number], stop - first_byte
+            offset = piece.offset + first_byte - self._bytes[number]
+            num_bytes = stop - first_byte
             before = found[-1] if found else None
             if before is not None and (before.path, before.offset + before.num_bytes) == (path, offset):
                 found[-1] = before._replace(num_bytes=before.num_bytes + num_bytes)
             else:
                 found.append(FileRange(path, offset, num_bytes))
-            first_byte, number = stop, number + 1
+            first_byte = stop
+            number = number + 1
         return found
 
     def elements_of(self, first_byte: int, last_byte: int) -> tuple[int, int]:
@@ -137,7 +145,8 @@ class VerifiedStream:
         return self._element(first, first_byte), self._element(last, last_byte, is_end=True)
 
     def _element(self, number: int, byte: int, is_end: bool = False) -> int:
-        piece, inside = self._pieces[number][1], byte - self._bytes[number]
+        piece = self._pieces[number][1]
+        inside = byte - self._bytes[number]
         num_bytes, numel = grain_of(self.kind)
         grains = -(-inside // num_bytes) if is_end else inside // num_bytes
         return piece.start + min(grains * numel, piece.numel)
@@ -194,7 +203,8 @@ class Verified:
 
     def copy(self, stream: VerifiedStream, first_byte: int, out: torch.Tensor) -> None:
         """Fills a flat uint8 CPU tensor with bytes of a stream, from `first_byte` on. Blocks; raises DamagedState, OSError."""
-        done, stop = 0, first_byte + out.numel()
+        done = 0
+        stop = first_byte + out.numel()
         self._expect(stream, first_byte, stop)
         self._start_next()
         while done < out.numel():
@@ -246,18 +256,22 @@ class Verified:
         self._coming.clear()
         self._known.clear()
         self._edges.clear()
-        closing, self._closing, self._ahead = self._closing, contextlib.ExitStack(), None
+        closing = self._closing
+        self._closing = contextlib.ExitStack()
+        self._ahead = None
         closing.close()
 
     # ---- chunks --------------------------------------------------------------------------------------------------------
 
     def _expect(self, stream: VerifiedStream, first_byte: int, last_byte: int) -> None:
         """Appends the blocks of these bytes to `_due`, unless they are known or kept."""
-        first, last = None, -(-last_byte // CHECKSUM_BYTES)
+        first = None
+        last = -(-last_byte // CHECKSUM_BYTES)
         for block in range(first_byte // CHECKSUM_BYTES, last + 1):
             is_new = block < last and (stream, block) not in self._known and (stream, block) not in self._edges
             if first is not None and (not is_new or block - first == _CHUNK_BLOCKS):
-                chunk, first = _Chunk(stream, first, block), None
+                chunk = _Chunk(stream, first, block)
+                first = None
                 self._due.append(chunk)
                 self._known.update(dict.fromkeys(chunk.blocks(), chunk))
             if is_new and first is None:
@@ -301,7 +315,8 @@ class Verified:
 
         Returns None when the memory is too small for the chunk alone.
         """
-        reader, ranges = self._reader(), chunk.ranges()
+        reader = self._reader()
+        ranges = chunk.ranges()
         reading = reader.start(ranges)
         if reading is None:
             for other, each in self._coming.items():  # the announced order was wrong
@@ -326,7 +341,8 @@ class Verified:
 
     def _compare(self, chunk: _Chunk, ranges: Sequence[torch.Tensor]) -> None:
         """Raises DamagedState for the first block whose checksum differs."""
-        stream, due = chunk.stream, self._checksums[chunk.stream.param][chunk.stream.state]
+        stream = chunk.stream
+        due = self._checksums[chunk.stream.param][chunk.stream.state]
         seen = run_of(chunk.first * CHECKSUM_BYTES, ranges, self._workers()).crcs
         for block, crc in enumerate(seen, chunk.first):
             if crc != due[block]:
@@ -337,7 +353,8 @@ class Verified:
         """Keeps the blocks of a chunk that have bytes after `stop`."""
         end = min(chunk.last * CHECKSUM_BYTES, chunk.stream.num_bytes)
         for block in range(stop // CHECKSUM_BYTES, chunk.last) if stop < end else ():
-            begin, behind = block * CHECKSUM_BYTES, min((block + 1) * CHECKSUM_BYTES, end)
+            begin = block * CHECKSUM_BYTES
+            behind = min((block + 1) * CHECKSUM_BYTES, end)
             parts = [data[max(0, begin - at) : max(0, behind - at)] for at, data in pieces]
             self._edges[chunk.stream, block] = torch.cat(parts)
             while len(self._edges) > _NUM_EDGES:

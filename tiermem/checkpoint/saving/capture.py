@@ -42,14 +42,17 @@ def parameters(
     """Every tensor that is saved, in the order of the model, and the names of frozen parameters that are left out."""
     groups = {id(p): i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
     aliases = names_of(shards.model)
-    found, excluded = [], []
+    found = []
+    excluded = []
     for live, shard in sorted(shards.parameters(), key=lambda each: each[1].index):
         if exclude_frozen and not shard.param.requires_grad:
             excluded.append(shard.name)
             continue
         names = tuple(name for name in aliases[id(shard.param)] if name != shard.name)
-        dtype, group = kinds.name_of(live.unit.dtype), groups.get(id(shard.param))
-        form, trains = live.unit.blocks, shard.param.requires_grad
+        dtype = kinds.name_of(live.unit.dtype)
+        group = groups.get(id(shard.param))
+        form = live.unit.blocks
+        trains = shard.param.requires_grad
         at_rest = None if form is None else form.name
         found.append(
             Parameter(
@@ -62,7 +65,8 @@ def parameters(
     for name, param in _ordinary(shards, optimizer):
         assert optimizer is not None
         steps = int(optimizer.state.get(param, {}).get(ordinary.STEP, 0))
-        dtype, group = kinds.name_of(param.dtype), groups[id(param)]
+        dtype = kinds.name_of(param.dtype)
+        group = groups[id(param)]
         found.append(Parameter(name, (), "ordinary", tuple(param.shape), dtype, param.requires_grad, steps, group))
     return found, excluded
 
@@ -132,7 +136,8 @@ def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterat
     """The stretches of the named parameters on NVMe, or those in memory. Reads no bytes; does not block."""
     if shards.topology.replica:  # a rank of replica 0 saves the same elements
         return
-    plan, holder_of = functools.cache(functools.partial(_plan, shards)), functools.cache(_holder)
+    plan = functools.cache(functools.partial(_plan, shards))
+    holder_of = functools.cache(_holder)
     for live, shard in shards.parameters():
         if shard.name in names and shards.values.num_mine(shard):
             if (live.entry is not None) == is_on_nvme:
@@ -160,7 +165,8 @@ def _plan(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[_Plann
     """Every state of a tile; of an 8-bit state its codes, then its scales. Plain SGD of fp32 parameters has none."""
     if not tile.state_bytes:
         return []
-    layout, found = tile.layout, list[tuple[str, str, int]]()
+    layout = tile.layout
+    found = list[tuple[str, str, int]]()
     holder = tile.entry if tile.home is Tier.NVME else in_memory(shards.store.view(tile.entry))
     master = [] if layout.master is None else [(layout.master, MASTER)]
     for part, state in [*master, *((layout.moment(number), name) for number, name in enumerate(names))]:
@@ -176,16 +182,20 @@ def _holder(live: LiveUnit) -> str | torch.Tensor:
 
 
 def _weight(shards: Shards, live: LiveUnit, shard: Shard, holder: str | torch.Tensor) -> Iterator[Stretch]:
-    unit, numel = live.unit, shards.values.num_mine(shard)
-    first, offset = shard.shard_numel * shards.topology.shard_rank, shard.shard_offset
+    unit = live.unit
+    numel = shards.values.num_mine(shard)
+    first = shard.shard_numel * shards.topology.shard_rank
+    offset = shard.shard_offset
     if unit.blocks is None:
-        size, kind = unit.dtype.itemsize, kinds.name_of(unit.dtype)
+        size = unit.dtype.itemsize
+        kind = kinds.name_of(unit.dtype)
         yield Stretch(shard.name, WEIGHT, kind, first, numel, first * size, (holder, offset * size))
         return
     codes, scales = byte_ranges(unit.packed_numel, offset, offset + numel, unit.blocks)
     kind = kinds.AT_REST[unit.blocks.name]
     yield Stretch(shard.name, WEIGHT, kind, first, numel, kinds.bytes_of(kind, first), (holder, codes.start))
-    before, kind = _scales_before(shards, shard, kinds.PACKED_SCALES), kinds.PACKED_SCALES
+    before = _scales_before(shards, shard, kinds.PACKED_SCALES)
+    kind = kinds.PACKED_SCALES
     yield Stretch(shard.name, WEIGHT + kinds.SCALES, kind, first, numel, before, (holder, scales.start))
 
 
@@ -202,7 +212,8 @@ def _states(shards: Shards, live: LiveUnit, shard: Shard, plan: Any, is_on_nvme:
     for tile, elements in pieces:
         if (tile.home is Tier.NVME) != is_on_nvme:
             continue
-        first, in_tile = elements.first_element(shards.topology.shard_rank), tile.place_of(elements).start
+        first = elements.first_element(shards.topology.shard_rank)
+        in_tile = tile.place_of(elements).start
         numel = elements.numel
         for each in plan(tile, names):
             before = each.bytes_of(first)

@@ -138,7 +138,9 @@ class Commits:
     def make(self, content: Content) -> None:
         """Makes the states durable as they are now. Collective; blocks. Errors: see the module, and those of the step."""
         self.number += 1
-        commit, topology, talk = self.number, self._shards.topology, talk_over(self._shards.topology)
+        commit = self.number
+        topology = self._shards.topology
+        talk = talk_over(self._shards.topology)
         with contextlib.ExitStack() as undo:
             (kept, _), told = together(
                 talk, WHAT, lambda: self._save_own(content, commit, undo), tell=lambda own: own[1]
@@ -167,7 +169,8 @@ class Commits:
 
     def _save_own(self, content: Content, commit: int, undo: contextlib.ExitStack) -> tuple[HeldStep, Any]:
         """Freezes, and writes this rank's data and part; `undo` reverts both. Also returns the values for other ranks."""
-        shards, rank = self._shards, self._shards.topology.rank
+        shards = self._shards
+        rank = self._shards.topology.rank
         shards.check_whole()
         freeze = shards.store.freeze()
         undo.callback(shards.store.thaw, freeze)
@@ -178,7 +181,8 @@ class Commits:
             files.append(folder / data_name(commit))
             undo.callback(remove, files[-1])
             placed.append(write_data(content.in_memory, files[-1], len(files) - 1, shards.workers))
-        whole, names = put_together(placed), [written(file, folder) for file in files]
+        whole = put_together(placed)
+        names = [written(file, folder) for file in files]
         path = folder / part_name(commit, rank)
         undo.callback(remove, path)
         told = write_part(path, self.run_id, commit, rank, content, names, whole)
@@ -211,7 +215,8 @@ class Commits:
 
     def _drop_predecessors(self, save_dir: Path | None) -> None:
         """Drops durable steps of earlier runs that this commit replaces. Rank 0 only."""
-        opened, self._opened = self._opened, None
+        opened = self._opened
+        self._opened = None
         if opened is not None:
             drop_step(opened, f"{opened} is removed: this run has gone on from it, and has a durable step of its own")
         if save_dir is not None:

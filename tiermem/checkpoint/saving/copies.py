@@ -103,7 +103,8 @@ def lay_out(rows: Rows, start: int, file: int) -> tuple[list[CopyExtent], Rows]:
     """The extents that hold these rows, one after another in the copy from byte `start` (a multiple of 4096), and the rows
     with their places in the copy, whose file number is `file`."""
     order = np.lexsort((rows.offset, rows.file))
-    source, offset = rows.file[order], rows.offset[order]
+    source = rows.file[order]
+    offset = rows.offset[order]
     first = offset // ALIGNMENT * ALIGNMENT
     stop = -(-(offset + rows.num_bytes[order]) // ALIGNMENT) * ALIGNMENT
     is_new = np.concatenate(([True], (source[1:] != source[:-1]) | (first[1:] > stop[:-1])))[: len(order)]
@@ -121,7 +122,8 @@ def take_room(path: Path, extents: Sequence[CopyExtent]) -> None:
     """Allocates the blocks for the extents. Raises OSError (ENOSPC) that says how much is needed and free."""
     if not extents:
         return
-    start, stop = extents[0].place, extents[-1].place + extents[-1].num_bytes
+    start = extents[0].place
+    stop = extents[-1].place + extents[-1].num_bytes
     with durable.Owned([durable.open_regular(path, os.O_RDWR)]) as fd:
         direct.take_room(fd, start, stop - start, path)
 
@@ -145,7 +147,8 @@ def _copy_from(
         ways.append(functools.partial(_read_and_write, buffer))
         end = os.fstat(fd).st_size
         for each in extents:
-            done, num_bytes = 0, each.num_bytes
+            done = 0
+            num_bytes = each.num_bytes
             if 0 < each.offset + num_bytes - end < ALIGNMENT and source.name != SEGMENT:  # a data file
                 num_bytes = end - each.offset
             while done < num_bytes:
@@ -250,10 +253,12 @@ class Copies:
     def wait(self) -> None:
         """Blocks until no copy is running; the copy pauses no more. Raises the error of a failed copy, once."""
         self._pace.hurry()
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             thread.join()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
@@ -261,12 +266,14 @@ class Copies:
 
     def _begin(self, content: Content, commit: int, undo: contextlib.ExitStack) -> _Work:
         """Writes the states in memory and reserves space for the frozen ones."""
-        shards, rank = self._shards, self._shards.topology.rank
+        shards = self._shards
+        rank = self._shards.topology.rank
         assert content.save_dir is not None and content.tag is not None
         folder = tag_folder(content.save_dir, content.tag)
         held = SavingInto(folder, undo)
         undo.callback(held.close)
-        freeze, placed = None, []
+        freeze = None
+        placed = []
         extents: list[CopyExtent] = []
         if content.resting.entries:
             freeze = shards.store.freeze()
@@ -290,7 +297,8 @@ class Copies:
 
     def _end(self, work: _Work, talk: Talk) -> None:
         """Copies the frozen ranges and publishes the copy. Thaws on success and on error. Collective over `talk`; blocks."""
-        content, topology = work.content, self._shards.topology
+        content = work.content
+        topology = self._shards.topology
         assert content.save_dir is not None and content.tag is not None
         pointer = pointer_path(content.save_dir, content.tag)
         replaced = [each for each in self._commits.steps if each.pointer == pointer]
@@ -322,7 +330,8 @@ class Copies:
         if work.extents:
             assert work.freeze is not None  # the extents are of its files
             copy(work.freeze.files(), work.extents, work.data, self._pace)
-        rank, content = self._shards.topology.rank, work.content
+        rank = self._shards.topology.rank
+        content = work.content
         path = work.folder / copy_name(self._commits.run_id, work.commit, rank, "json")
         work.undo.callback(remove, path)
         return write_part(path, self._commits.run_id, work.commit, rank, content, [work.data.name], work.placed)

@@ -56,7 +56,8 @@ class Stretch(NamedTuple):
 
     def chunks(self) -> Iterator[torch.Tensor]:
         """The bytes of a stretch in memory. Raises ValueError if their number is not `num_bytes`."""
-        place, done = self.place, 0
+        place = self.place
+        done = 0
         for data in _cut(*place, self.num_bytes) if isinstance(place, tuple) else place():
             done += data.numel()
             if done > self.num_bytes:
@@ -98,7 +99,8 @@ class Run(NamedTuple):
 
 def cuts(start: int, num_bytes: int) -> list[tuple[int, int]]:
     """(start, bytes) of the part of a range in each block of 1 MiB."""
-    found, end = [], start + num_bytes
+    found = []
+    end = start + num_bytes
     while start < end:
         stop = min(end, (start // CHECKSUM_BYTES + 1) * CHECKSUM_BYTES)
         found.append((start, stop - start))
@@ -199,7 +201,8 @@ class Resting:
     def rows(self, freeze: Freeze) -> Rows:
         """The file ranges of all stretches in a freeze; `file` is an index into the store's paths."""
         found = freeze.find(self.entries, self._holder, self._offset, self.num_bytes)
-        row, grain = found.request, self._grain_bytes[found.request]
+        row = found.request
+        grain = self._grain_bytes[found.request]
         skipped = (found.start - self._offset[row]) // grain * self._grain_numel[row]
         numel = np.minimum(found.num_bytes // grain * self._grain_numel[row], self._numel[row] - skipped)
         start = self._start[row] + skipped
@@ -270,7 +273,8 @@ class Resting:
         """The checksums of every (parameter, state), in the fewest runs, from those of the ranges."""
         blocks = crc32c_join(self._block_first, crcs[self._order], self._block_lengths)
         found: dict[tuple[str, str], list[Run]] = {}
-        all_crcs, names = blocks.tolist(), [key[:2] for key in self.keys]
+        all_crcs = blocks.tolist()
+        names = [key[:2] for key in self.keys]
         for key, first_block, last_block, start, num_bytes in self._runs:
             found.setdefault(names[key], []).append(Run(start, num_bytes, all_crcs[first_block:last_block]))
         return found
@@ -278,7 +282,8 @@ class Resting:
     def _cut_at_blocks(self) -> None:
         """Cuts the rows at every MiB of their state, and sorts the results by state and position."""
         stop = self._first_byte + self.num_bytes
-        first_block, last_block = self._first_byte // CHECKSUM_BYTES, (stop - 1) // CHECKSUM_BYTES
+        first_block = self._first_byte // CHECKSUM_BYTES
+        last_block = (stop - 1) // CHECKSUM_BYTES
         row, block = spread(first_block, last_block - first_block + 1)
         self._first_piece = np.searchsorted(row, np.arange(len(stop) + 1))
         first = np.maximum(self._first_byte[row], block * CHECKSUM_BYTES)
@@ -287,7 +292,9 @@ class Resting:
         self._piece_stop = self._piece_start + length
         self._piece_holder = self._holder[row]
         self._order = np.lexsort((first, self._key[row]))
-        key, first, length = self._key[row][self._order], first[self._order], length[self._order]
+        key = self._key[row][self._order]
+        first = first[self._order]
+        length = length[self._order]
         goes_on = (key[1:] == key[:-1]) & (first[1:] == first[:-1] + length[:-1])
         is_run = np.concatenate(([True], ~goes_on))[: len(key)]
         is_block = is_run | (first % CHECKSUM_BYTES == 0)
@@ -304,7 +311,8 @@ class Resting:
         """The checksum of every range: combined from the store's checksums, else computed from the bytes."""
         tables = [sums.of(entry) for entry in self.entries]
         held = [(number, table) for number, table in enumerate(tables) if table is not None]
-        starts, stops = self._piece_start, self._piece_stop
+        starts = self._piece_start
+        stops = self._piece_stop
         # Entries are numbered as if they lay one after another, `size` bytes each.
         size = 1 + max([int(stops.max(initial=0)), *(int(table.pieces.stops.max(initial=0)) for _, table in held)])
         none = [np.zeros(0, np.int64)]
@@ -384,7 +392,8 @@ def write_data(
                 out.put(held)
                 progress(len(held))
                 continue
-            at, runs = stretches[first].first_byte, list[Run]()
+            at = stretches[first].first_byte
+            runs = list[Run]()
             for data in stretches[first].chunks():
                 out.put(data)
                 runs.append(run_of(at, [data], workers))

@@ -176,7 +176,8 @@ def publish(content: Content, manifest: Manifest, path: Path, told: Sequence[Any
     durable.write_file(path, data)
     if content.tag is None or content.save_dir is None:
         return
-    pointer, latest = pointer_path(content.save_dir, content.tag), known_latest(content.save_dir)
+    pointer = pointer_path(content.save_dir, content.tag)
+    latest = known_latest(content.save_dir)
     with contextlib.closing(SavingInto(pointer.parent, undo)):
         said = pointer_to(path, data, manifest, content.save_dir, content.tag, latest).dump()
         _explain(pointer, path, manifest, told, undo)
@@ -189,9 +190,11 @@ def pointer_to(
     path: Path, data: bytes, manifest: Manifest, save_dir: Path, tag: str, latest: Pointer | None
 ) -> Pointer:
     """A tag's pointer to its manifest `path`, whose bytes are `data`. Its number follows that of `latest`, if that is known."""
-    series, number = secrets.token_hex(6), 0
+    series = secrets.token_hex(6)
+    number = 0
     if latest is not None and latest.series:
-        series, number = latest.series, latest.number
+        series = latest.series
+        number = latest.number
     where = written(path.parent, pointer_path(save_dir, tag).parent)
     file = where, path.name, len(data), crc32c(data)
     return Pointer(manifest.run_id, manifest.commit, *file, tag, manifest.step, series, number + 1)
@@ -203,7 +206,8 @@ _MARK = b"A checkpoint of tiermem: "
 
 def _explain(pointer: Path, path: Path, manifest: Manifest, told: Sequence[Any], undo: contextlib.ExitStack) -> None:
     """Says in a file beside a pointer where the bytes of the step lie; a complete copy has none. A user's file stays."""
-    readme, places = pointer.parent / README_FILE, sorted({place for each in told for place in each["places"]})
+    readme = pointer.parent / README_FILE
+    places = sorted({place for each in told for place in each["places"]})
     if durable.exists(readme) and not _is_readme(readme):
         return
     if real(path).parent == real(pointer.parent):
@@ -245,7 +249,8 @@ def write_pointer(path: Path, save_dir: Path, tag: str) -> None:
 
 def write_latest(path: Path, save_dir: Path, tag: str) -> None:
     """Writes `latest` for a tag whose manifest is `path`. Blocks; raises ManifestError, OSError."""
-    data, manifest = durable.read_file(path, MOST_BYTES), read_manifest(Found(path, None)).manifest
+    data = durable.read_file(path, MOST_BYTES)
+    manifest = read_manifest(Found(path, None)).manifest
     said = pointer_to(path, data, manifest, save_dir, tag, known_latest(save_dir))
     durable.write_file(save_dir / LATEST_FILE, said.dump())
 
@@ -380,7 +385,8 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
     A pointer whose manifest was removed is removed too, and does not count. Complete copies are neither dropped nor counted.
     """
     try:
-        latest, pointers = read_latest(save_dir), pointers_of(save_dir)
+        latest = read_latest(save_dir)
+        pointers = pointers_of(save_dir)
     except (ManifestError, OSError) as error:
         logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
         return
@@ -416,7 +422,8 @@ def drop_step(manifest: Path, why: str) -> bool:
     """Removes a durable step of a run that has ended; its folders too if it is the last. Returns whether it did. Blocks."""
     try:
         opened = read_manifest(Found(manifest, None))
-        folders, superseded = _folders(opened), _superseded(opened)
+        folders = _folders(opened)
+        superseded = _superseded(opened)
     except (ManifestError, OSError) as error:
         logger.warning("%s is left: %s", manifest, error)
         return False
@@ -443,7 +450,8 @@ def drop_step(manifest: Path, why: str) -> bool:
 
 def _superseded(opened: Opened) -> list[int]:
     """The commits of earlier untagged steps of the same run that this step replaces."""
-    newer, found = opened.manifest, []
+    newer = opened.manifest
+    found = []
     if newer.excluded or newer.optimizer is None:  # no run can continue from it
         return []
     for file in opened.file.parent.glob("manifest-*.json"):

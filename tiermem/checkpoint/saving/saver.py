@@ -243,7 +243,9 @@ def capture_step(shards: Shards, optimizer: NativeOptimizer | None, beside: Besi
 
     Collective; blocks; raises as `save`, and that `commit` does.
     """
-    saver, found, steps = saver_of(shards), beside or Beside(), shards.steps
+    saver = saver_of(shards)
+    found = beside or Beside()
+    steps = shards.steps
     steps.commit()
     content, _ = _agree(shards, lambda: _draft(shards, optimizer, found), "Ignore")
     steps.commit_later(functools.partial(saver.commit, content))
